@@ -205,6 +205,32 @@ def _eight_bits(sample: "_Sample", tried: dict[str, Fidelity]) -> Decision:
     return nearest
 
 
+@dataclass(frozen=True, slots=True)
+class Width:
+    """A module at its own bits or at more. squared_error: of the fused change, to the trained one,
+    in squares of the size of that; estimated on a sample of rows.
+    """
+
+    decision: Decision
+    squared_error: float
+
+
+def widths(module: Module) -> list[Width]:
+    """A quantized module as it is fused at its own bits and at all wider ones; else as it is.
+
+    Of several adapters the last is estimated, as if the others had been fused without loss.
+    """
+    sample = _Sample(module)
+    sample.take_delta(max(module.stages))
+    state = sample.state
+    if isinstance(state, Dense):
+        return [Width(Decision("add", None), 0.0)]
+    mode = mode_of(state)
+    decisions = [Decision("nearest", state.bits, mode=mode)]
+    decisions += [Decision("promote", b) for b in PROMOTED_BITS if _is_finer(b, state.bits, mode)]
+    return [Width(d, (sample.estimate(d).error or 0.0) ** 2) for d in decisions]
+
+
 def estimate_alternative(
     module: Module, choice: Choice, policy: str, target: float
 ) -> tuple[Decision, Fidelity] | None:

@@ -95,8 +95,8 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
         works = module_works(modules, choices, settings, notes)
         sums = {}
         for work in works:
-            tensors, sums[work.module.path] = _fused(work, pool, workers, settings)
-            _put(model, work, tensors)
+            tensors, sums[work.module.path] = fused_tensors(work, pool, workers, settings)
+            put(model, work, tensors)
     stages = tuple(
         stage_report(number, adapter, works, choices, sums)
         for number, adapter in enumerate(settings.adapter_path)
@@ -107,7 +107,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     return MemoryFuse(stages, extra, words, tuple(notes))
 
 
-def _fused(
+def fused_tensors(
     work: ModuleWork, pool: ThreadPoolExecutor, workers: int, settings: FuseSettings
 ) -> tuple[dict[str, mx.array], dict[int, Sums]]:
     """The module's new tensors by their last name ("weight", "scales"), and its sums by stage."""
@@ -163,7 +163,8 @@ def check_places(model: nn.Module, modules: list[Module]) -> None:
         raise CheckpointError("\n  ".join([heading, *problems]))
 
 
-def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> None:
+def put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> None:
+    """Set a module's tensors: packed where it is packed, their values where it was widened."""
     path, bits = work.module.path, work.bits
     module: Any = dict(model.named_modules())[path]
     if "scales" not in module:

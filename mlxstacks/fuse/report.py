@@ -231,7 +231,8 @@ def below_target(
 
     Only `auto` and `promote` seek the target; of other policies, and at zero delta, none is listed.
     """
-    if settings.requant not in ("auto", "promote") or settings.zero_delta:
+    sought = settings.requant in ("auto", "promote") and settings.target_kl is None
+    if not sought or settings.zero_delta:
         return []
     return [pair for pair in _by_correlation(stages) if pair[0] < settings.target_correlation]
 

@@ -45,6 +45,12 @@ class FuseSettings(Settings):
     target_correlation: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.98, description="Correlation of realised with intended delta that auto and promote seek."
     )
+    target_kl: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Let auto choose bits by behaviour: the fewest bytes whose next tokens are so "
+        "close to the unfused adapter's (KL, nats a token; on the rows of the judge). Takes two "
+        "passes of the loaded model over some of them for each module.",
+    )
     fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(
         None,
         description="Exit with 3 when the total correlation of an adapter is below this. Files "
@@ -101,6 +107,15 @@ class FuseSettings(Settings):
     def _parity_is_for_refit(self) -> "FuseSettings":
         if self.device_parity and self.requant != "refit":
             raise ValueError("device_parity goes with requant refit only: it is mx.quantize's rule")
+        return self
+
+    @model_validator(mode="after")
+    def _target_kl_decides_alone(self) -> "FuseSettings":
+        if self.target_kl is not None and (self.requant != "auto" or self.judge == "none"):
+            raise ValueError(
+                "target_kl decides for requant auto, on the rows of the judge: leave requant "
+                f"{self.requant} and judge {self.judge} out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -23,9 +23,11 @@ from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.outputs import check_target
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.agreement.allocate import allocate, blocks, note
 from mlxstacks.studies.agreement.run import (
     BASE,
     JUDGE,
@@ -44,6 +46,8 @@ ANSWER_TOKENS, MOST_TOKENS = 32, 256
 _FUSE_SHARE = 1 / 8
 # Weights, what a widened copy of them takes while it is made, and room for a pass.
 _MEMORY_FACTOR = 1.5
+# And the fused tensors of all modules beside the unfused.
+_ALLOCATION_MEMORY_FACTOR = 2.5
 Progress = Callable[..., None]
 
 
@@ -55,13 +59,28 @@ def run(
     Raises: InputError: as the fuse, or rows to judge on that cannot be used; nothing is written.
     """
     is_judged = settings.judge != "none" and not dry_run
+    if settings.target_kl is not None and settings.bits:
+        raise InputError("--target-kl chooses the bits of all modules: leave --bits out")
     file = JUDGE if settings.judge == "shipped" else user_path(settings.judge)
     records = read_records(file) if settings.judge != "none" else []
     whole, started = WholeProgress(progress, 1.0), time.monotonic()
+    if settings.target_kl is not None:
+        return _to_target(settings, records, progress, dry_run=dry_run)
     share = _FUSE_SHARE if is_judged else 1.0
     result = run_command(settings, dry_run=dry_run, progress=whole.part(share, "fuse"))
     if not is_judged:
         return result
+    return _with_judgement(settings, records, result, whole, started)
+
+
+def _with_judgement(
+    settings: FuseSettings,
+    records: list[dict[str, Any]],
+    result: Result,
+    whole: WholeProgress,
+    started: float,
+) -> Result:
+    """The result of a fuse that is on disk, with its behaviour, written again."""
     target = Path(str(result.directory))
     try:
         figures = _judge(settings, target, records, result, whole)
@@ -78,6 +97,46 @@ def run(
     return written.model_copy(update={"next_steps": result.next_steps})
 
 
+def _to_target(
+    settings: FuseSettings, records: list[dict[str, Any]], progress: Progress | None, dry_run: bool
+) -> Result:
+    """Choose bits by `allocate`, then fuse and judge as with these bits."""
+    assert settings.target_kl is not None
+    whole, started = WholeProgress(progress, 2.0), time.monotonic()
+    base = resolve_model(str(settings.model))
+    _check_memory(base, _ALLOCATION_MEMORY_FACTOR)
+    check_target(user_path(str(settings.save_path)), force=settings.force)
+    model, tokenizer, _ = load(base, settings.adapter_path, **_matching(settings))
+    passages = read_passages(
+        records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
+        advance=whole.part(0.1, "answers of the reference"),
+    )  # fmt: skip
+    reference = refer(model, passages, whole.part(0.1, "reference"))
+    allocation = allocate(
+        model, passages, reference, settings, whole.part(0.8, "KL of each module")
+    )
+    del model, reference
+    chosen = settings.model_copy(update={"bits": allocation.bits()})
+    result = run_command(chosen, dry_run=dry_run, progress=whole.part(0.2, "fuse"))
+    missed = note(allocation, settings.target_kl)
+    result = result.model_copy(
+        update={
+            "settings": {**result.settings, "bits": []},
+            "notes": (*result.notes, *([missed] if missed else [])),
+            "blocks": (*blocks(allocation, settings.target_kl), *result.blocks),
+            "data": {**result.data, "target_kl": allocation.as_json()},
+        }
+    )
+    if dry_run:
+        return result
+    return _with_judgement(settings, records, result, whole, started)
+
+
+def _matching(settings: FuseSettings) -> dict[str, Any]:
+    """How adapters are read, as `load` takes it."""
+    return {"allow_base": settings.allow_base, "peft_layout": settings.peft_layout}
+
+
 def _judge(
     settings: FuseSettings,
     target: Path,
@@ -92,11 +151,7 @@ def _judge(
     by_itself = not settings.zero_delta and bool((fused.data["total"] or {}).get("artifact"))
     size = (1 - _FUSE_SHARE) / (5 + bool(adapters) + 2 * by_itself)
 
-    matching: dict[str, Any] = {
-        "allow_base": settings.allow_base,
-        "peft_layout": settings.peft_layout,
-    }
-    model, tokenizer, _ = load(base, adapters, **matching)
+    model, tokenizer, _ = load(base, adapters, **_matching(settings))
     passages = read_passages(
         records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
         advance=whole.part(3 * size, "answers of the reference"),
@@ -117,9 +172,9 @@ def _judge(
     return figures
 
 
-def _check_memory(base: Path) -> None:
+def _check_memory(base: Path, factor: float = _MEMORY_FACTOR) -> None:
     available = memory.device().memory_bytes
-    needed = int(_MEMORY_FACTOR * sum(h.file_bytes for h in open_checkpoint(base).headers))
+    needed = int(factor * sum(h.file_bytes for h in open_checkpoint(base).headers))
     if available is not None and needed > available:
         raise InputError(
             f"that takes about {memory.bytes_in_words(needed)} of memory, and there are "
