@@ -23,7 +23,7 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.special_text import bind_vocabulary
 from mlxstacks.data.text_settings import PLAIN, Rendering
-from mlxstacks.errors import CheckpointError, NonFiniteModelError
+from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.ops import gated_delta
 from mlxstacks.regular_files import check_regular
 
@@ -464,14 +464,27 @@ def attach_pair(
     kind: Literal["linear", "switch", "embedding"],
     pair: tuple[mx.array, mx.array],
     scale: float,
+    magnitude: mx.array | None = None,
 ) -> None:
     """Put mlx-lm's LoRA layer with this pair over the module at `path`, over LoRA layers that are
-    there already.
+    there already; with a magnitude its DoRA layer.
 
     pair: lora_a, lora_b in mlx-lm's axis order (see `files.lora_modules`).
+    Raises: InputError: DoRA over another adapter, or on an embedding, which mlx-lm has not.
     """
-    from mlx_lm.tuner import lora
+    from mlx_lm.tuner import dora, lora
 
+    if magnitude is not None:
+        base = dict(model.named_modules())[path]
+        if kind != "linear" or "lora_a" in base:
+            raise InputError(
+                f"{path}: unfused, DoRA is for linear modules without another adapter; fuse it"
+            )
+        over = dora.DoRALinear.from_base(base, r=pair[1].shape[0])
+        over.scale, over.m = scale, magnitude
+        over.lora_a, over.lora_b = pair
+        model.update_modules(tree_unflatten([(path, over)]))
+        return
     layers = {
         "linear": lora.LoRALinear,
         "switch": lora.LoRASwitchLinear,

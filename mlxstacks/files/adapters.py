@@ -2,9 +2,10 @@
 on a checkpoint.
 
 `load_any_adapter` also takes a PEFT directory. Reading gathers every problem of a file and raises
-once. DoRA and full fine-tunes are refused: their change is not a low-rank delta that can be
-measured or moved on its own. mlx-lm stores no mark of the base in an adapter: `match_adapter`
-checks names and shapes for all, and the base itself where an adapter carries our fingerprint.
+once. DoRA is for those that ask for it: its change rests on the base's weights, so it can be fused
+and served, not converted or merged. Full fine-tunes are refused. mlx-lm stores no mark of the base
+in an adapter: `match_adapter` checks names and shapes for all, and the base itself where an adapter
+carries our fingerprint.
 """
 
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from mlxstacks.files.lora_modules import (
     read_pair,
     save_adapter,
     with_experts,
+    with_magnitude,
 )
 from mlxstacks.files.manifest import FULL
 from mlxstacks.files.peft_adapters import read_peft
@@ -48,28 +50,45 @@ from mlxstacks.ops.affine import Array
 WEIGHTS = "adapters.safetensors"
 
 _NOT_LORA = {
-    "dora": "DoRA also rescales every output row; merge it with `mlx_lm.fuse`, which knows it",
     "full": "a full fine-tune has no low-rank delta; its weights are a model of their own",
 }
 _LEAVES = ("lora_a", "lora_b")
+_MAGNITUDE = "m"
 _OF_A_STACK = (
     "a stack that routes each token has no one delta to fuse or convert; serve it next to the "
     "base, or export a stack of one expert"
 )
-_OTHER_LEAVES = {
-    "m": f"the magnitude of DoRA; {_NOT_LORA['dora']}", "router": _OF_A_STACK, "noise": _OF_A_STACK
-}  # fmt: skip
+_OTHER_LEAVES = {"router": _OF_A_STACK, "noise": _OF_A_STACK}
 
 
 def load_any_adapter(
-    path: str | Path, peft_layout: PeftLayout | None = None, model: Checkpoint | None = None
+    path: str | Path,
+    peft_layout: PeftLayout | None = None,
+    model: Checkpoint | None = None,
+    *,
+    dora: bool = False,
 ) -> Adapter:
     """An adapter in either format, in mlx-lm's terms.
 
-    peft_layout, model: only for PEFT directories, see `read_peft`.
+    peft_layout, model: only for PEFT directories, see `read_peft`. dora: the caller knows what to
+        do with magnitudes.
 
-    Raises: AdapterError naming what is in the directory instead, or every problem of the adapter.
+    Raises: AdapterError naming what is in the directory instead, or every problem of the adapter;
+        one of DoRA where that is not wanted.
     """
+    adapter = _load_adapter(path, peft_layout, model)
+    if adapter.is_dora and not dora:
+        raise AdapterError(
+            f"adapter {adapter.directory}: DoRA also rescales every row of the base's weight, so "
+            "it is no delta that can be moved on its own; `mlxstacks fuse` puts it into its base, "
+            "and `chat --adapter-path` serves it"
+        )
+    return adapter
+
+
+def _load_adapter(
+    path: str | Path, peft_layout: PeftLayout | None, model: Checkpoint | None
+) -> Adapter:
     directory = user_path(path, AdapterError)
     try:
         is_there = directory.is_dir()
@@ -94,7 +113,7 @@ def load_any_adapter(
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """An mlx-lm LoRA adapter. Shapes of the modules as in `LoraModule`.
+    """An mlx-lm adapter of LoRA or DoRA. Shapes of the modules as in `LoraModule`.
 
     A pair whose halves differ in dtype is widened to float32, which changes no number.
 
@@ -104,13 +123,17 @@ def read_adapter(path: str | Path) -> Adapter:
     directory = Path(path)
     config = read_config(directory / CONFIG)
     kind = config.get("fine_tune_type", "lora")
-    if kind != "lora":
-        reason = _NOT_LORA.get(str(kind), "only fine_tune_type lora is known here")
+    if kind not in ("lora", "dora"):
+        reason = _NOT_LORA.get(str(kind), "only fine_tune_type lora and dora are known here")
         raise AdapterError(f"adapter {directory}: fine_tune_type is {kind!r}: {reason}")
     header = open_weights(directory / WEIGHTS)
     problems: list[str] = []
     scale, rank = _scale_and_rank(config, problems)
     modules = _read_modules(header, scale, rank, problems)
+    for path, module in modules.items():
+        if (module.magnitude is None) == (kind == "dora"):
+            has = "no magnitude" if kind == "dora" else "a magnitude"
+            problems.append(f"{path}: has {has} ({path}.{_MAGNITUDE}), and {CONFIG} says {kind}")
     raise_problems(directory, problems)
     if not modules:
         raise AdapterError(f"adapter {directory}: {WEIGHTS} holds no tensors")
@@ -143,7 +166,7 @@ def _read_modules(
     pairs: dict[str, dict[str, TensorInfo]] = {}
     for name, info in header.tensors.items():
         module_path, _, leaf = name.rpartition(".")
-        if leaf in _LEAVES and module_path:
+        if leaf in (*_LEAVES, _MAGNITUDE) and module_path:
             pairs.setdefault(module_path, {})[leaf] = info
         else:
             reason = _OTHER_LEAVES.get(
@@ -191,6 +214,8 @@ def _read_pair(
     if halves is None:
         return None
     module = LoraModule(path, *halves, scale)
+    if (magnitude := pair.get(_MAGNITUDE)) is not None:
+        return with_magnitude(module, magnitude, problems)
     return with_experts(module, max(a.shape[0], b.shape[0])) if module.is_switch else module
 
 
@@ -223,6 +248,8 @@ def write_adapter(adapter: Adapter, directory: str | Path, force: bool = False) 
             )
         tensors[f"{path}.lora_a"] = (module.dtype, module.lora_a)
         tensors[f"{path}.lora_b"] = (module.dtype, module.lora_b)
+        if module.magnitude is not None:
+            tensors[f"{path}.{_MAGNITUDE}"] = ("F32", module.magnitude)
     raise_problems(adapter.directory, problems)
     save_adapter(
         directory, WEIGHTS, tensors, adapter.config, adapter.metadata, force, adapter.directory
@@ -307,6 +334,11 @@ def _match_module(
     kind = _kind(module, stored)
     if kind is None:
         raise CheckpointError(_misfit(module, stored, checkpoint))
+    if module.magnitude is not None and len(module.magnitude) != stored.shape[0]:
+        raise CheckpointError(
+            f"{module.path}: {len(module.magnitude)} magnitudes for {stored.shape[0]} rows of "
+            f"{stored.weight.name}"
+        )
     bias = checkpoint.tensors.get(f"{stored.weight.name.removesuffix('.weight')}.bias")
     if bias is not None and (bias.shape, bias.dtype in FLOAT_DTYPES) != (stored.shape[:-1], True):
         raise CheckpointError(

@@ -12,6 +12,7 @@ A dense pair and an embedding pair look alike; only the base's shapes tell them 
 either half of a switch pair may hold one expert that stands for all ("shared outer" adapters).
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,13 +42,18 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """The learned pair of one module; shapes in the module docstring, dtype a safetensors name."""
+    """The learned pair of one module; shapes in the module docstring, dtype a safetensors name.
+
+    magnitude: of DoRA, (N,) float32 (an embedding: (V,)): the norms of the rows of the fused
+    weight, whose direction is W + delta (Liu et al., DoRA, 2024). None: a LoRA.
+    """
 
     path: str
     lora_a: Array
     lora_b: Array
     dtype: str
     scale: float
+    magnitude: Array | None = None
 
     @property
     def is_switch(self) -> bool:
@@ -73,6 +79,10 @@ class Adapter:
     config: dict[str, Any]
     modules: dict[str, LoraModule]
     metadata: dict[str, str]
+
+    @property
+    def is_dora(self) -> bool:
+        return any(module.magnitude is not None for module in self.modules.values())
 
     @property
     def base_fingerprint(self) -> str | None:
@@ -177,6 +187,26 @@ def unified(modules: Iterable[LoraModule]) -> dict[str, LoraModule]:
     scales = [module.scale for module in modules if module.scale]
     scale = max(scales, key=scales.count) if scales else 0.0
     return {m.path: rescaled(padded(m, rank), scale) for m in modules}
+
+
+def with_magnitude(module: LoraModule, info: TensorInfo, problems: list[str]) -> LoraModule | None:
+    """The module with DoRA's magnitude; what is wrong goes to `problems`."""
+    rows = {module.lora_b.shape[-1], module.lora_a.shape[0]}  # dense, embedding
+    shape = tuple(n for n in info.shape if n != 1)
+    if module.is_switch or len(shape) > 1 or math.prod(info.shape) not in rows:
+        problems.append(
+            f"{info.name}: shape {list(info.shape)}; a magnitude has a number for each row of a "
+            "weight of two axes"
+        )
+        return None
+    if info.dtype not in FLOAT_DTYPES:
+        problems.append(f"{info.name}: dtype {info.dtype}; allowed are {', '.join(FLOAT_DTYPES)}")
+        return None
+    magnitude = from_storage(read_tensor(info), info.dtype).reshape(-1).astype(np.float32)
+    if not np.isfinite(magnitude).all():
+        problems.append(f"{info.name}: NaN or Inf among the magnitudes")
+        return None
+    return replace(module, magnitude=magnitude)
 
 
 def delta_norm(module: LoraModule) -> float:

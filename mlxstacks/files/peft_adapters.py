@@ -33,6 +33,7 @@ from mlxstacks.files.lora_modules import (
     save_adapter,
     unified,
     with_experts,
+    with_magnitude,
 )
 from mlxstacks.files.peft_config import PEFT_WEIGHTS, PeftConfig, parse_peft_config
 from mlxstacks.files.peft_layout import (
@@ -74,6 +75,7 @@ _TENSOR = re.compile(
 )
 # PEFT saves a frozen copy of an embedding or head that it adapts; it belongs to the base.
 _BASE_COPY = re.compile(r"^(?P<path>.+)\.base_layer\.weight$")
+_MAGNITUDE = re.compile(r"^(?P<path>.+)\.lora_magnitude_vector(\.weight)?$")
 _READS_HIDDEN = re.compile(
     r"(self_attn\.[qkv]_proj|linear_attn\.in_proj_\w+|shared_expert\.(gate|up)_proj"
     r"|mlp\.gate|shared_expert_gate|mlp\.(gate|up)_proj|lm_head)$"
@@ -114,8 +116,9 @@ def read_peft(
     header = open_weights(directory / PEFT_WEIGHTS)
     problems: list[str] = []
     config = parse_peft_config(raw_config, problems)
-    pairs, ignored = _read_pairs(header, problems)
+    pairs, ignored, magnitudes = _read_pairs(header, problems)
     dense, fused = _sort_pairs(pairs, config, problems)
+    dense = _with_magnitudes(dense, magnitudes, bool(raw_config.get("use_dora")), problems)
     raise_problems(directory, problems)
     if not pairs:
         raise AdapterError(f"adapter {directory}: {PEFT_WEIGHTS} holds no LoRA tensors")
@@ -157,10 +160,38 @@ def _paths_in(model: Checkpoint, hub_paths: list[str], directory: Path) -> list[
     return paths
 
 
-def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], list[str]]:
-    """Every pair of the file, and the names of base copies that are left out."""
+def _with_magnitudes(
+    modules: list[LoraModule],
+    magnitudes: dict[str, TensorInfo],
+    use_dora: bool,
+    problems: list[str],
+) -> list[LoraModule]:
+    """Modules with DoRA's magnitudes, which all of them have or none."""
+    paths = {module.path for module in modules}
+    problems += [f"{i.name}: no LoRA pair of it" for p, i in magnitudes.items() if p not in paths]
+    made = []
+    for module in modules:
+        info = magnitudes.get(module.path)
+        if (info is None) == use_dora:
+            has = "no magnitude" if use_dora else "a magnitude"
+            problems.append(f"{module.path}: has {has}, and {CONFIG} has use_dora {use_dora}")
+        elif info is not None:
+            found = with_magnitude(module, info, problems)
+            made += [] if found is None else [found]
+        else:
+            made.append(module)
+    return made
+
+
+def _read_pairs(
+    header: ShardHeader, problems: list[str]
+) -> tuple[list[_Pair], list[str], dict[str, TensorInfo]]:
+    """Every pair of the file, the names of base copies that are left out, and magnitudes of DoRA by
+    the path of their module.
+    """
     halves: dict[tuple[str, int, bool], dict[str, TensorInfo]] = {}
     copies: dict[str, TensorInfo] = {}
+    magnitudes: dict[str, TensorInfo] = {}
     for name, info in header.tensors.items():
         plain = name.removeprefix(PREFIX)
         if match := _TENSOR.match(plain):
@@ -168,11 +199,11 @@ def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], 
             halves.setdefault(key, {})[match["half"] or match["table"]] = info
         elif match := _BASE_COPY.match(plain):
             copies[match["path"]] = info
+        elif match := _MAGNITUDE.match(plain):
+            magnitudes[match["path"]] = info
         else:
             reason = "trained base weights cannot be carried by a LoRA; merge them into the base"
-            if "lora_magnitude_vector" in name:
-                reason = "DoRA's magnitude: merge it with PEFT's merge_and_unload"
-            elif name.endswith("lora_B.bias"):
+            if name.endswith("lora_B.bias"):
                 reason = "a LoRA bias has no place in an MLX adapter"
             problems.append(f"{name}: not a LoRA tensor; {reason}")
     pairs = []
@@ -185,7 +216,7 @@ def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], 
         for p, info in copies.items()
         if p not in known
     ]
-    return pairs, [info.name for path, info in copies.items() if path in known]
+    return pairs, [info.name for path, info in copies.items() if path in known], magnitudes
 
 
 def _read_halves(

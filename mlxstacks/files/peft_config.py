@@ -22,7 +22,6 @@ PEFT_WEIGHTS = "adapter_model.safetensors"
 
 # Features whose delta is not scale * B A, or that bring more than the pairs: why each is refused.
 _REFUSED_WHEN_SET = {
-    "use_dora": "DoRA also rescales output rows; merge it with PEFT's merge_and_unload",
     "use_qalora": "QALoRA pools its input; merge it with PEFT's merge_and_unload",
     "use_bdlora": "block-diagonal LoRA has another weight layout",
     "fan_in_fan_out": "weights stored (in, out), as in GPT-2, are not supported",

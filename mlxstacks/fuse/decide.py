@@ -21,7 +21,7 @@ from mlxstacks.fuse.blocks import (
     measure,
     part_of,
 )
-from mlxstacks.fuse.delta import LowRankDelta
+from mlxstacks.fuse.delta import LowRankDelta, dora_delta
 from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
 from mlxstacks.fuse.module import Module, check_delta
 from mlxstacks.fuse.settings import FuseSettings
@@ -261,12 +261,17 @@ class _Sample:
         self.is_whole = len(self.rows) == module.rows
         self.state: State = join([module.read(first, last) for first, last in runs], self.width)
         self.delta: Array = np.empty(0, dtype=np.float32)
+        dora = any(match.module.magnitude is not None for match in module.stages.values())
+        self.stored = self.state.values() if dora else self.delta
 
     def take_delta(self, stage: int) -> None:
         match = self.module.stages[stage]
         source = LowRankDelta(match.module, match.kind, self.module.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            self.delta = source.sample(self.rows).reshape(-1, self.width)
+            delta = source.sample(self.rows)
+            if (magnitude := match.module.magnitude) is not None:
+                delta = dora_delta(self.stored.reshape(delta.shape), delta, magnitude[self.rows])
+            self.delta = delta.reshape(-1, self.width)
 
     def estimate(self, decision: Decision) -> Fidelity:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):

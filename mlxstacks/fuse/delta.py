@@ -20,6 +20,18 @@ _LARGEST_PRODUCT = 1 << 24  # weights, 64 MiB in float32
 _SMALLEST_PRODUCT = 1 << 20  # weights; several small experts share a product
 
 
+def dora_delta(weights: Array, delta: Array, magnitude: Array) -> Array:
+    """What DoRA changes: `m / |W + D| * (W + D) - W`, the norm over each row.
+
+    Shapes: weights, delta (rows, K), magnitude (rows,), float32 -> (rows, K) float32.
+    """
+    made = weights + delta
+    norms = np.sqrt(np.einsum("ij,ij->i", made, made, dtype=np.float64)).astype(np.float32)
+    factors = np.divide(magnitude, norms, out=np.zeros_like(norms), where=norms > 0)
+    np.multiply(made, factors[:, None], out=made)
+    return np.subtract(made, weights, out=made)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Rows first to last (exclusive) of a delta.

@@ -210,7 +210,8 @@ def attach_adapters(
                 _lora_array(lora.lora_a, lora.dtype, dtype),
                 _lora_array(lora.lora_b, lora.dtype, dtype),
             )
-            base_model.attach_pair(model, module.path, match.kind, pair, lora.scale)
+            magnitude = None if lora.magnitude is None else mx.array(lora.magnitude)
+            base_model.attach_pair(model, module.path, match.kind, pair, lora.scale, magnitude)
     model.eval()
     return notes
 

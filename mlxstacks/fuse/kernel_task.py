@@ -57,6 +57,8 @@ def _refusal(module: Module, decisions: dict[int, Decision]) -> str | None:
     if module.stored.group_size not in GROUP_SIZES:
         allowed = ", ".join(map(str, GROUP_SIZES))
         return f"its group_size is {module.stored.group_size}; the kernel has {allowed}"
+    if any(match.module.magnitude is not None for match in module.stages.values()):
+        return "the kernel has no DoRA"
     for decision in decisions.values():
         if decision.on_device:
             return "--device-parity asks for the device's own mx.quantize"

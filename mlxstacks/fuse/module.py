@@ -3,7 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from mlxstacks.fuse.blocks import (
     part_of,
     run_stages,
 )
-from mlxstacks.fuse.delta import LowRankDelta
+from mlxstacks.fuse.delta import LowRankDelta, dora_delta
 from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
@@ -127,13 +127,17 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows first to last of a module with each stage's share of its delta."""
+    """Rows first to last of a module with each stage's share of its delta.
+
+    magnitudes: of stages with DoRA, of these rows; their delta is then that of the direction.
+    """
 
     module: Module
     first: int
     last: int
     stages: dict[int, tuple[Decision, Array, Array | None]]
     seed: int
+    magnitudes: dict[int, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,14 @@ def tasks(module: Module, decisions: dict[int, Decision], zero: bool, seed: int)
                 stage: (decisions[stage], piece.delta[cut], _cut(piece.rounded, cut))
                 for stage, piece in zip(deltas, pieces, strict=True)
             }
-            yield Task(module, first, last, shares, seed)
+            magnitudes = {
+                stage: magnitude[first:last]
+                for stage, match in module.stages.items()
+                if stage in shares
+                and (magnitude := match.module.magnitude) is not None
+                and not zero
+            }
+            yield Task(module, first, last, shares, seed, magnitudes)
 
 
 def _cut(rows: Array | None, part: slice) -> Array | None:
@@ -191,6 +202,8 @@ def run_task(task: Task, keep_output: bool = True) -> Done:
 def _run_task(task: Task, keep_output: bool) -> Done:
     module = task.module
     state = module.read(task.first, task.last)
+    if task.magnitudes:
+        task = _with_dora_deltas(task, state.values().reshape(task.last - task.first, -1))
     # A plain weight has no groups; blocks of 64 serve just as well.
     width = module.stored.group_size or module.stored.input_dims
     regrouped = join([state], width)
@@ -212,6 +225,15 @@ def _run_task(task: Task, keep_output: bool) -> Done:
             outputs.append(after)
     chunks = _encode(module, width, outputs) if keep_output else {}
     return Done((task.last - task.first) * module.stored.input_dims, chunks, total)
+
+
+def _with_dora_deltas(task: Task, weights: Array) -> Task:
+    """The task with what DoRA changes in rows of the stored weight, (rows, K) float32."""
+    stages = dict(task.stages)
+    for stage, magnitude in task.magnitudes.items():
+        decision, delta, _ = stages[stage]
+        stages[stage] = decision, dora_delta(weights, delta, magnitude), None
+    return replace(task, stages=stages, magnitudes={})
 
 
 def _stage_input(task: Task, stage: int, start: int, part: slice, width: int) -> StageInput:
@@ -319,7 +341,7 @@ def gather_modules(
     stages: dict[str, dict[int, Match]] = {}
     notes = _history_note(checkpoint)
     for stage, path in enumerate(settings.adapter_path):
-        adapter = load_any_adapter(path, settings.peft_layout, checkpoint)
+        adapter = load_any_adapter(path, settings.peft_layout, checkpoint, dora=True)
         matches = match_adapter(adapter, checkpoint, allow_base=settings.allow_base)
         notes += _base_note(path, adapter, matches, str(settings.model))
         if outside := outside_config(adapter):

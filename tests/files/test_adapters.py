@@ -59,13 +59,14 @@ def test_read_then_write_is_the_same_adapter(moe_adapter: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("dora", "mlx_lm.fuse"), ("full", "no low-rank delta"), ("x", "only")]
+    ("kind", "message"),
+    [("dora", "has no magnitude"), ("full", "no low-rank delta"), ("x", "only")],
 )
 def test_other_fine_tunes_are_refused_by_name(
     kind: str, message: str, llama_adapter: Path, tmp_path: Path
 ) -> None:
     path = edited(llama_adapter, tmp_path / "a", lambda _, c: c.update(fine_tune_type=kind))
-    with pytest.raises(AdapterError, match=f"{kind}.*{message}"):
+    with pytest.raises(AdapterError, match=message):
         read_adapter(path)
 
 
@@ -78,7 +79,6 @@ def test_every_problem_of_a_file_is_in_one_error(llama_adapter: Path, tmp_path: 
         tensors["model.layers.0.mlp.down_proj.lora_a"][5, 1] = float("nan")
         down = "model.layers.1.mlp.down_proj.lora_b"
         tensors[down] = tensors[down].astype(mx.int32)
-        tensors["model.layers.1.mlp.down_proj.m"] = mx.ones(4)
         tensors["model.norm.weight"] = mx.ones(4)
         config["lora_parameters"] = {"rank": 2, "alpha": 16}
 
@@ -86,12 +86,11 @@ def test_every_problem_of_a_file_is_in_one_error(llama_adapter: Path, tmp_path: 
         read_adapter(edited(llama_adapter, tmp_path / "a", spoil))
     text = str(error.value)
     for part in (
-        "7 problems",
+        "6 problems",
         f"{Q_PROJ}.lora_b: missing",
         "ranks 1 and 2 differ",
         "NaN or Inf at index [5, 1]",
         "dtype I32",
-        "magnitude of DoRA",
         "model.norm.weight: not a LoRA tensor",
         "scale is None, not a finite number below 1e30; mlx-lm wants scale, not alpha",
     ):

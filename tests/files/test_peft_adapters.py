@@ -172,7 +172,7 @@ def test_alpha_of_an_alpha_over_rank_scale_is_found_again(alpha: int, rank: int)
 
 
 REFUSED = [
-    ({"use_dora": True}, "merge_and_unload"),
+    ({"use_dora": True}, "has no magnitude, and adapter_config.json has use_dora True"),
     ({"bias": "all"}, "bias is 'all'"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
