@@ -134,7 +134,7 @@ def test_peft_s_dora_has_the_delta_of_its_formula(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     config["use_dora"] = False
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterError, match=r"has a magnitude, and adapter_config.json has use_dora"):
+    with pytest.raises(AdapterError, match=r"has a magnitude, and \S+ has use_dora"):
         load_any_adapter(adapter, dora=True)
 
 
