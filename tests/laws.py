@@ -21,6 +21,13 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         "A fuse in memory has the bytes of a fuse to disk.": (
             "fuse/test_in_memory.py::test_bytes_are_those_of_a_fuse_to_disk",
         ),
+        "A patched clone of a shard has the bytes of a shard that is written anew.": (
+            "fuse/test_in_place.py::test_a_patched_shard_has_the_bytes_of_a_rewritten_one",
+        ),
+        "`refit` has the bytes of `mlx_lm.fuse` on the CPU device, in every quantization mode.": (
+            "fuse/test_fuse_parity.py::test_refit_is_mlx_lm_fuse_to_the_bit",
+            "fuse/test_float_modes.py::test_refit_is_mlx_lm_fuse_to_the_bit",
+        ),
         "A kernel and NumPy give the same bytes at zero delta.": (
             "fuse/test_fuse_kernels.py::test_zero_delta_is_that_of_numpy",
         ),
