@@ -89,6 +89,11 @@ class TrainSettings(Settings):
     rank: int = Field(8, ge=1, description="Rank of every LoRA.")
     scale: float = Field(20.0, gt=0, le=1e30, description="Factor of the low-rank delta.")
     dropout: float = Field(0.0, ge=0, lt=1, description="On the input of a LoRA, in training.")
+    merge_ready: Literal["pooled"] | None = Field(
+        None,
+        description="Train what a fuse at the same bits keeps. pooled: one number a quantization "
+        "group, which moves biases alone (QA-LoRA); fuse takes it by `--requant shift`.",
+    )
     iters: int | None = Field(
         None,
         ge=1,
