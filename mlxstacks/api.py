@@ -9,6 +9,7 @@ Every function raises InputError for what cannot be used, naming the argument, w
 is allowed.
 """
 
+import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.data.in_memory import holds_rows, write_rows
-from mlxstacks.errors import InputError, StoreError
+from mlxstacks.errors import InputError, Interrupted, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.keywords import ANSWERING, LOADING, document, in_keywords, keywords_of
 from mlxstacks.recipe.file import load_recipe, recipe_names
@@ -190,17 +191,55 @@ def _command(
         raise InputError(f"dry_run: got {dry_run!r}; give True or False")
     command_named(name)
     with _in_python_words(name), ExitStack() as stack:
-        values = dict(values)
+        values = {key: _directories(value) for key, value in values.items()}
+        if name in ("train", "stack") and holds_rows(values.get("model")):
+            raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
         if "data" in values and _takes_rows(name, values["data"]):
             target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
             if dry_run:  # touches nothing
                 target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
-            values["data"] = str(write_rows(values["data"], target))
+            data = values["data"]
+            if name == "stack":
+                data = {**_rows_of_store(target, data), **data}
+            values["data"] = str(write_rows(data, target))
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
             assert resolved.target is not None
             return Result.open(resolved.target)
         return _called(name, resolved, progress, dry_run, recipe is not None)
+
+
+def _directories(value: Any) -> Any:
+    """A result stands for its directory, wherever a path is wanted."""
+    from mlxstacks.study.result import Result
+
+    if isinstance(value, Result):
+        return value.directory
+    is_list = isinstance(value, list | tuple) and any(isinstance(item, Result) for item in value)
+    return [_directories(item) for item in value] if is_list else value
+
+
+def _rows_of_store(target: Path, data: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Rows of earlier calls, for domains of the store at `target` that `data` does not have: new
+    domains alone extend a store.
+    """
+    from mlxstacks.files.store import Store
+
+    if not (target / "manifest.json").is_file():
+        return {}
+    rows = {}
+    for name in (domain.name for domain in Store.open(target).manifest.domains):
+        files = sorted(target.parent.glob(f"{target.name}.rows-*/{name}.jsonl"), key=_changed)
+        if name not in data and files:
+            rows[name] = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    return rows
+
+
+_PARTS = {"train", "valid", "validation", "val", "dev"}
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _takes_rows(name: str, data: Any) -> bool:
@@ -212,6 +251,11 @@ def _takes_rows(name: str, data: Any) -> bool:
     if keyword is None or keyword.is_list or data is None or isinstance(data, str | Path):
         return False
     of_domains = name.startswith("stack")
+    of_parts = name == "train" and isinstance(data, Mapping) and "sources" not in data
+    if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
+        raise InputError(
+            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid'"
+        )
     if holds_rows(data) and isinstance(data, Mapping) >= of_domains:
         return True
     if hasattr(data, "model_dump") or (isinstance(data, Mapping) and "sources" in data):
@@ -253,8 +297,12 @@ def _in_python_words(name: str) -> Iterator[None]:
     try:
         yield
     except (InputError, StoreError) as error:
-        error.args = (in_keywords(str(error), keywords_of(name)),)
+        message = in_keywords(str(error), keywords_of(name))
+        error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
+    except KeyboardInterrupt as error:
+        told = in_keywords(str(error), keywords_of(name)) or "what was saved is there"
+        raise Interrupted(f"{name} was stopped: {told}; the same call goes on") from None
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -338,6 +386,8 @@ def _answer_settings(values: Mapping[str, Any], function: str) -> "AnswerSetting
     for key in values:
         if key not in known:
             instead = key_elsewhere("generate", key, known)
+            if key == "verbose":
+                instead = "the answer is returned; print it"
             listed = f"{nearest(key, names)} (known: {', '.join(names)})"
             raise InputError(f"unknown key {key!r}" + (f": {instead}" if instead else listed))
     # Both say how a router decides; whether it does is said to `generate`.
@@ -373,6 +423,8 @@ def _function_of(name: str, positions: Sequence[str]) -> Any:
     def function(
         *given: Any, progress: Progress = None, dry_run: bool = False, **settings: Any
     ) -> "Result":
+        if len(positions) == 1 and keywords_of(name)[positions[0]].is_list and len(given) > 1:
+            given = ([*given],)
         if len(given) > len(positions):
             takes = f"at most {len(positions)} positional arguments"
             raise TypeError(f"{name}() takes {takes} but {len(given)} were given")

@@ -1,7 +1,24 @@
 """Errors a caller can act on. The command line turns each into one message and an exit code."""
 
+import linecache
+import traceback
 
-class InputError(ValueError):
+
+class _InNotebooks:
+    """IPython shows the caller's line and the message, not the lines between them."""
+
+    def _render_traceback_(self) -> list[str]:
+        assert isinstance(self, BaseException)
+        shown = f"{type(self).__name__}: {self}"
+        for frame, line in traceback.walk_tb(self.__traceback__):
+            file = frame.f_code.co_filename
+            if "ipykernel_" in file or file.startswith("<ipython-input"):
+                source = linecache.getline(file, line).strip()
+                return [f"----> {line} {source}", "", *shown.splitlines()]
+        return shown.splitlines()
+
+
+class InputError(_InNotebooks, ValueError):
     """The input cannot be used: a file, a tensor, a key or an option (exit code 2)."""
 
 
@@ -34,5 +51,9 @@ class ResourceLimitError(InputError):
     """A run or batch is predicted to pass a limit of the device; it was not begun (exit code 3)."""
 
 
-class StoreError(Exception):
+class StoreError(_InNotebooks, Exception):
     """A store of stacks is damaged, in use by another writer, or of another base (exit code 1)."""
+
+
+class Interrupted(_InNotebooks, KeyboardInterrupt):
+    """Ctrl-C, or an interrupted cell, in a function of the package."""

@@ -8,7 +8,9 @@ import doctest
 import importlib
 import inspect
 import json
+import linecache
 import pydoc
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +18,13 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from pandas import DataFrame  # type: ignore[import-untyped]
+from pandas import DataFrame, to_datetime  # type: ignore[import-untyped]
 
 import mlxstacks as ms
-from mlxstacks import base_model
+from mlxstacks import api, base_model
 from mlxstacks.data.in_memory import holds_rows, write_rows
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, Interrupted
+from mlxstacks.files.store import Store
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.keywords import in_keywords, keywords_of
 from mlxstacks.nano.exports import nano_paths
@@ -217,6 +220,13 @@ def test_an_adapter_answers() -> None:
         (lambda: untyped.train(data=[]), ("data", "no row")),
         (lambda: untyped.train(data={"a": 1}), ("got {'a': 1}", "[{'prompt': ...", "{'train':")),
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
+        (lambda: untyped.train([{"text": "a"}]), ("ms.train(data=rows)",)),
+        (
+            lambda: untyped.train(data={"train": [{"text": "a"}], "test": [{"text": "b"}]}),
+            ("'test' is no part",),
+        ),
+        (lambda: untyped.train(eval_dataset=[]), ("'data'", "{'train': rows, 'valid': rows}")),
+        (lambda: untyped.train(save_path=7), ("save_path", "7")),
         (lambda: untyped.train(lora_r=8), ("'lora_r'", "'rank'")),
         (lambda: untyped.train(lora_alpha=8), ("'scale'", "lora_alpha / r")),
         (lambda: untyped.fuse(load_in_4bit=True), ("mlxstacks convert", "model=DIR")),
@@ -411,3 +421,69 @@ def test_mlx_lm_evaluates_what_load_returns(
     rows = nn.log_softmax(model(tokens[:, :-1]).astype(mx.float32))  # (1, T - 1, V)
     chosen = mx.take_along_axis(rows, tokens[:, 1:, None], axis=-1)[0, given - 1 :, 0]
     assert float(score) == pytest.approx(chosen.sum().item(), abs=1e-3)
+
+
+def test_rows_are_known_by_their_names_too(tmp_path: Path) -> None:
+    """A call that was refused leaves nothing that a later one would take."""
+    rows = [{"text": "a"}]
+    first = write_rows({"tpyo": rows}, tmp_path / "s")
+    second = write_rows({"typo": rows}, tmp_path / "s")
+    assert first != second
+    assert [path.name for path in second.iterdir()] == ["typo.jsonl"]
+
+
+def test_frames_have_gaps_and_dates(tmp_path: Path) -> None:
+    frame = DataFrame(
+        {"text": ["a", "b"], "score": [1.5, None], "at": to_datetime(["2026-01-02", None])}
+    )
+    lines = write_rows(frame, tmp_path / "x").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["a", "b"]
+    assert json.loads(lines[0])["score"] == 1.5
+    assert json.loads(lines[0])["at"].startswith("2026-01-02")
+    assert json.loads(lines[1]) == {"text": "b"}
+
+
+def test_a_store_finds_the_rows_of_its_domains_again(tmp_path: Path) -> None:
+    target = tmp_path / "store"
+    shutil.copytree(nano_paths().store_path, target)
+    known = [domain.name for domain in Store.open(target).manifest.domains]
+    write_rows({known[0]: [{"text": "old"}], "stranger": [{"text": "x"}]}, target)
+    found = api._rows_of_store(target, {"new": [], known[1]: []})
+    assert found == {known[0]: [{"text": "old"}]}
+    assert api._rows_of_store(tmp_path / "nowhere", {}) == {}
+
+
+def test_a_result_stands_for_its_directory_and_prints_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ms.profile(save_path=tmp_path / "a", questions=4, permutations=20, plots=False)
+    page = untyped.report(made, Result.open(tmp_path / "a"), save_path=tmp_path / "page")
+    assert (tmp_path / "page" / "index.html").is_file()
+    assert page.kind == "report"
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert made.verdict.split()[0] in str(made)
+    assert "groups" in made.tables
+    assert {"table", "plot", "verdict", "tables"} <= set(dir(made))
+    assert "model_dump_json" not in dir(made)
+    assert 'class="note">groups</code>' in made._repr_html_()
+
+
+def test_ipython_shows_the_line_and_the_message() -> None:
+    source = "ms.fuse(requantt='refit')\n"
+    file = "/tmp/ipykernel_1/1.py"
+    linecache.cache[file] = (len(source), None, [source], file)
+    with pytest.raises(InputError) as error:
+        exec(compile(source, file, "exec"), {"ms": ms})
+    shown = error.value._render_traceback_()
+    assert shown[0] == "----> 1 ms.fuse(requantt='refit')"
+    assert "unknown keyword 'requantt'" in shown[2]
+    assert len(shown) == 3
+
+
+def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "_called", interrupted)
+    with pytest.raises(Interrupted, match=r"fuse was stopped: .*; the same call goes on"):
+        ms.fuse(save_path="x")

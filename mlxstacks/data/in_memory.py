@@ -29,17 +29,18 @@ def write_rows(data: Any, target: Path) -> Path:
     """Write rows next to a target, under a name with their hash: NAME.rows-HASH.jsonl, or of named
     rows a directory with a file each.
 
-    Law: the same rows give the same files, and files that are there with these bytes stay.
+    Law: the same names and rows give the same files, those that are there with these bytes stay,
+    and no other file is among them.
     Raises: InputError: a row is no dict, or holds what JSON has no form for.
     """
     named = data if isinstance(data, Mapping) else {"": data}
     named = {  # of a DataFrame, whose iterator gives the columns' names
-        name: rows.to_dict("records") if hasattr(rows, "iterrows") else rows
-        for name, rows in named.items()
+        name: _records(rows) if hasattr(rows, "iterrows") else rows for name, rows in named.items()
     }
     texts = {name: _jsonl(rows, f" {name}" if name else "") for name, rows in named.items()}
     digest = hashlib.sha256()
-    for text in texts.values():
+    for name, text in texts.items():
+        digest.update(hashlib.sha256(name.encode()).digest() * bool(name))
         digest.update(hashlib.sha256(text).digest())
     place = target.with_name(f"{target.name}.rows-{digest.hexdigest()[:12]}")
     if not isinstance(data, Mapping):
@@ -49,6 +50,12 @@ def write_rows(data: Any, target: Path) -> Path:
     for name, text in texts.items():
         _write(place / f"{_FILES.get(name, name)}.jsonl", text)
     return place
+
+
+def _records(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a DataFrame: nothing for what is missing (NaN, NaT), dates as text."""
+    records = json.loads(frame.to_json(orient="records", date_format="iso", default_handler=str))
+    return [{key: value for key, value in row.items() if value is not None} for row in records]
 
 
 def _jsonl(rows: Iterable[Any], name: str) -> bytes:

@@ -95,6 +95,8 @@ def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:
     Raises:
         InputError (or the given kind of it): `~name` of an unknown user, or a NUL character.
     """
+    if not isinstance(path, str | Path):
+        raise kind(f"got {str(path)[:200]!a} ({type(path).__name__}); give a path")
     if "\0" in str(path):
         raise kind(f"{str(path)[:200]!a}: not a usable path: it holds a NUL character")
     try:

@@ -95,6 +95,15 @@ _STACK = "the shape of a stack is nested: --set stack.{}"
 _BASE = "--base says which numbers the frozen base computes with"
 _BATCHES = "which counts batches, not optimizer steps"
 
+_ROWS = (
+    "both parts in one: a directory with train.jsonl and valid.jsonl, in Python "
+    "{'train': rows, 'valid': rows}"
+)
+_OTHER_ROWS = (
+    "--valid", "--validation", "--valid-data", "--val-data", "--eval-data", "--eval-dataset",
+    "--validation-data", "--train-dataset", "--train-data",
+)  # fmt: skip
+
 # Option -> the setting that comes nearest, and how it differs; for commands that have the setting.
 NEAREST: Mapping[str, tuple[str, str]] = {
     "--tokens": ("max_tokens", ""),
@@ -106,6 +115,7 @@ NEAREST: Mapping[str, tuple[str, str]] = {
     "--num-train-epochs": ("iters", "which counts batches; without it the data is seen once"),
     "--epochs": ("iters", "which counts batches; without it the data is seen once"),
     "--max-steps": ("iters", f"{_BATCHES}: max_steps x --grad-accumulation-steps"),
+    **dict.fromkeys(_OTHER_ROWS, ("data", _ROWS)),
     "--logging-steps": ("steps_per_report", _BATCHES),
     "--eval-steps": ("steps_per_eval", _BATCHES),
     "--save-steps": ("save_every", _BATCHES),

@@ -58,6 +58,21 @@ class Result(Document):
             columns[f"{name}_low"], columns[f"{name}_high"] = zip(*ends, strict=True)
         return pandas.DataFrame(columns)
 
+    @property
+    def tables(self) -> list[str]:
+        """The ids that `table` takes."""
+        return [block.id for block in self.blocks if isinstance(block, Table)]
+
+    @property
+    def plots(self) -> list[str]:
+        """The ids that `plot` takes."""
+        return [block.id for block in self.blocks if isinstance(block, Plot)]
+
+    def __dir__(self) -> list[str]:
+        """What editors complete: this document's parts, not those of every pydantic model."""
+        own = [name for name in vars(type(self)) if not name.startswith("_")]
+        return sorted({*own, *type(self).model_fields} - {"read", "checked", "sealed", "from_json"})
+
     def plot(self, id: str | None = None) -> "Figure":
         """A plot as a matplotlib figure. id, Raises: as `table`."""
         from mlxstacks.study.render.figures import figure_of
@@ -81,9 +96,7 @@ class Result(Document):
 
     def __repr__(self) -> str:
         """One line: what it is, and the names that `table` and `plot` take."""
-        tables = [block.id for block in self.blocks if isinstance(block, Table)]
-        plots = [block.id for block in self.blocks if isinstance(block, Plot)]
-        named = {"tables": tables, "plots": plots}
+        named = {"tables": self.tables, "plots": self.plots}
         held = [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
         about = "; ".join([self.outcome or self.status, *held])
         return f"<Result of {self.kind}: {about}>"

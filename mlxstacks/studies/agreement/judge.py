@@ -41,6 +41,13 @@ from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
 
+# Below it the weights may be right and the model is not what was trained.
+_LOW_AGREEMENT = 0.9
+_LOW_NOTE = (
+    "The weights hold the adapter, and next tokens still differ: small changes flip much in this "
+    "model. --target-kl chooses bits by next tokens, a higher --target-correlation or --requant "
+    "dequantize keeps more, and --adapter-path serves the adapter unfused."
+)
 FUSED, ZERO = "this fuse", "the same fuse of zeros, from the base"
 ANSWER_TOKENS, MOST_TOKENS = 32, 256
 _FUSE_SHARE = 1 / 8
@@ -182,6 +189,12 @@ def _check_memory(base: Path, factor: float = _MEMORY_FACTOR) -> None:
         )
 
 
+def adapters_kept(result: Result, settings: FuseSettings) -> bool:
+    """Whether the figures of weights say that the trained adapter is in the result."""
+    correlation = (result.data["total"] or {}).get("correlation")
+    return not settings.zero_delta and (correlation or 0) >= settings.target_correlation
+
+
 def _judged(
     result: Result, figures: dict[str, dict[str, Figures]], settings: FuseSettings
 ) -> Result:
@@ -208,6 +221,9 @@ def _judged(
         for kind in KINDS
         if kind in figures[FUSED]
     ]  # fmt: skip
+    notes = result.notes
+    if parts["agreement"] < _LOW_AGREEMENT and adapters_kept(result, settings):
+        notes = (*notes, _LOW_NOTE)
     failed, least = result.failed_gate, settings.fail_under_agreement
     if least is not None and parts["agreement"] < least:
         low = f"agreement {parts['agreement']:.4f} is below --fail-under-agreement {least}"
@@ -216,7 +232,7 @@ def _judged(
         update={
             "verdict": f"{words}. {result.verdict[:1].upper()}{result.verdict[1:]}",
             "outcome": f"{100 * parts['agreement']:.1f}% of next tokens agree; {result.outcome}",
-            "data": {**result.data, "behaviour": figures},
+            "data": {**result.data, "behaviour": figures}, "notes": notes,
             "blocks": (table, *result.blocks, *by_kind), "failed_gate": failed,
         }
     )  # fmt: skip

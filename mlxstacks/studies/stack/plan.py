@@ -280,7 +280,7 @@ def read_rows_of(
     ]
     if gone:
         raise InputError(
-            f"data of domains that are in the store is gone:{''.join(gone)}\n"
+            f"data of domains that are in the store is not there:{''.join(gone)}\n"
             "their validation rows are needed for the forgetting matrix and the protected "
             "directions. Put the files back, list the domains in `domains` with where they are "
             "now, or take a domain out with `mlxstacks stacks disable`. The store is unchanged"

@@ -94,7 +94,7 @@ def result_text(result: "Document", width: int = 100) -> str:
 
 def console(stderr: bool = False) -> "Console":
     """A rich console without guessing: what is printed is neither highlighted nor emoji-fied."""
-    return _console_class()(stderr=stderr, highlight=False, emoji=False)
+    return _console_class()(stderr=stderr, highlight=False, emoji=False, force_jupyter=False)
 
 
 @cache

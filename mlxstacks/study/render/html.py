@@ -257,6 +257,7 @@ def _table(block: Table, title: str) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "title": title,
+        "id": block.id,
         "columns": columns,
         "rows": rows,
         "count": f"{len(block.rows):,}",
