@@ -93,7 +93,8 @@ class FuseSettings(Settings):
     )
     copy_shards: bool = Field(
         False,
-        description="Copy untouched shards instead of cloning or hard-linking them.",
+        description="Copy untouched shards instead of cloning or hard-linking them, and write "
+        "touched ones anew.",
         json_schema_extra={"cli_name": "--copy"},
     )
     force: bool = Field(False, description="Replace an existing save path.")

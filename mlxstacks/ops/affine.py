@@ -220,18 +220,12 @@ def fit_grid(
 
 
 def row_extremes(values: Array) -> tuple[Array, Array]:
-    """Minimum and maximum of each row, (G, group_size) -> (G,); group_size a power of two.
+    """Minimum and maximum of each row, (G, group_size) -> (G,).
 
-    NumPy is slow where it starts anew for every row. Bytes are reduced along the leading axis of a
-    transposed copy, floats by halving: neighbours with neighbours until one is left.
+    Along the leading axis of a transposed copy: NumPy is slow where it starts anew for every row.
     """
-    if values.dtype == np.uint8:
-        columns = np.ascontiguousarray(values.T)  # (group_size, G)
-        return columns.min(axis=0), columns.max(axis=0)
-    low = high = np.ascontiguousarray(values).reshape(-1)
-    while low.size > len(values):
-        low, high = np.minimum(low[0::2], low[1::2]), np.maximum(high[0::2], high[1::2])
-    return low, high
+    columns = np.ascontiguousarray(values.T)  # (group_size, G)
+    return columns.min(axis=0), columns.max(axis=0)
 
 
 def nearest_codes(values: Array, scales: Array, biases: Array, bits: int) -> Array:

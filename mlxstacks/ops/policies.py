@@ -108,7 +108,8 @@ def _extremes(groups: Groups) -> tuple[Array, Array]:
     """
     ends = np.stack(row_extremes(groups.codes), axis=1)  # (G, 2)
     values = dequantize(ends, groups.scales, groups.biases, groups.dtype)
-    return values.min(axis=1), values.max(axis=1)
+    first, last = values[:, 0], values[:, 1]  # a negative scale swaps them
+    return np.minimum(first, last), np.maximum(first, last)
 
 
 def keep(groups: Groups, change: Change) -> Groups:
