@@ -2,11 +2,13 @@
 
     python -m benchmarks.bench_fuse speed [--rounds 5]     whole processes, taking turns
         [--work DIR]  on another file system, one with copy-on-write clones for one
+    python -m benchmarks.bench_fuse memory [--rank 108]    peak memory with an adapter of 3 GB
     python -m benchmarks.bench_fuse fidelity               bits x delta x policy
 
 The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
-group 64, five shards, random codes. The adapter has rank 2 on three `switch_mlp.down_proj`. The
-last line of output is one JSON object.
+group 64, five shards, random codes. The adapter has rank 2 on three `switch_mlp.down_proj`. `patch`
+needs a DIR on a file system that clones (APFS, XFS, Btrfs). The last line of output is one JSON
+object.
 """
 
 import argparse
@@ -109,6 +111,56 @@ def _write_random_shard(path: Path, tensors: list[tuple], seed: int) -> None:
         writer.close()
 
 
+def write_all_experts_adapter(directory: Path, rank: int) -> None:
+    """Every expert projection of every layer, written module by module."""
+    random = np.random.default_rng(0)
+    shapes = {"gate_proj": (1024, 512), "up_proj": (1024, 512), "down_proj": (512, 1024)}
+    paths = {
+        f"language_model.model.layers.{layer}.mlp.switch_mlp.{name}": sizes
+        for layer in range(LAYERS)
+        for name, sizes in shapes.items()
+    }
+    entries = []
+    for path, (width, rows) in paths.items():
+        entries.append((f"{path}.lora_a", "F32", (128, rank, width)))
+        entries.append((f"{path}.lora_b", "F32", (128, rows, rank)))
+    directory.mkdir(parents=True)
+    with ShardWriter(directory / "adapters.safetensors", entries) as writer:
+        for name, _, shape in entries:
+            size = np.float32(1e-4 if name.endswith("lora_b") else 1)
+            for _ in range(shape[0]):
+                writer.write(name, random.standard_normal(shape[1:], np.float32) * size)
+    _write_adapter_config(directory, rank, [*paths])
+
+
+def _write_adapter_config(directory: Path, rank: int, keys: list[str]) -> None:
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": LAYERS,
+        "lora_parameters": {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys},
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def memory(work: Path, rank: int) -> dict[str, Any]:
+    """Peak memory of a fuse by policy, with an adapter on all experts."""
+    model, adapter = work / "model", work / f"adapter-{rank}"
+    if not model.exists():
+        write_big_model(model)
+    if not adapter.exists():
+        write_all_experts_adapter(adapter, rank)
+    rows = {}
+    for policy in ("keep", "refit"):
+        target = work / "fused"
+        command = [sys.executable, "-m", "mlxstacks", "fuse", "--judge", "none"]
+        command += ["--requant", policy, "--force", "--model", str(model)]
+        command += ["--adapter-path", str(adapter), "--save-path", str(target)]
+        rows[policy] = run_process(command).__dict__
+        print(f"{policy}: {rows[policy]}", flush=True)
+        shutil.rmtree(target)
+    return {"adapter_bytes": sum(f.stat().st_size for f in adapter.iterdir()), "rows": rows}
+
+
 def write_big_adapter(directory: Path) -> None:
     """Rank 2 on three `switch_mlp.down_proj`; deltas of about a tenth of a step."""
     random = np.random.default_rng(0)
@@ -121,12 +173,7 @@ def write_big_adapter(directory: Path) -> None:
         tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"] = mx.array(a), mx.array(b)
     directory.mkdir(parents=True)
     mx.save_safetensors(str(directory / "adapters.safetensors"), tensors)
-    config = {
-        "fine_tune_type": "lora",
-        "num_layers": LAYERS,
-        "lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": keys},
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    _write_adapter_config(directory, 2, keys)
 
 
 def speed(work: Path, rounds: int) -> dict[str, Any]:
@@ -280,7 +327,8 @@ def _cell(value: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("speed", "fidelity"))
+    parser.add_argument("what", choices=("speed", "memory", "fidelity"))
+    parser.add_argument("--rank", type=int, default=108, help="of the adapter of `memory`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, help="keep the model there; default: a temporary one")
     options = parser.parse_args()
@@ -290,6 +338,8 @@ def main() -> None:
         if options.what == "speed":
             result: Any = speed(work, options.rounds)
             print_speed(result)
+        elif options.what == "memory":
+            result = memory(work, options.rank)
         else:
             result = fidelity_table(work)
             print_fidelity(result)

@@ -28,6 +28,10 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "fuse/test_fuse_parity.py::test_refit_is_mlx_lm_fuse_to_the_bit",
             "fuse/test_float_modes.py::test_refit_is_mlx_lm_fuse_to_the_bit",
         ),
+        "A streamed adapter is the one in memory, and holds one module at a time.": (
+            "files/test_adapters.py::test_a_streamed_adapter_is_the_one_in_memory",
+            "files/test_adapters.py::test_a_streamed_adapter_holds_one_module_at_a_time",
+        ),
         "A kernel and NumPy give the same bytes at zero delta.": (
             "fuse/test_fuse_kernels.py::test_zero_delta_is_that_of_numpy",
         ),

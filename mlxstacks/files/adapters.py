@@ -8,6 +8,7 @@ in an adapter: `match_adapter` checks names and shapes for all, and the base its
 carries our fingerprint.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from mlxstacks.files.peft_adapters import read_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.peft_layout import is_embedding_name
 from mlxstacks.files.settings import PeftLayout
-from mlxstacks.files.shards import ShardHeader, TensorInfo
+from mlxstacks.files.shards import ShardHeader, TensorInfo, file_identity
 from mlxstacks.files.stored_weight import (
     StoredWeight,
     grid_texts,
@@ -67,16 +68,17 @@ def load_any_adapter(
     model: Checkpoint | None = None,
     *,
     dora: bool = False,
+    stream: bool = False,
 ) -> Adapter:
     """An adapter in either format, in mlx-lm's terms.
 
     peft_layout, model: only for PEFT directories, see `read_peft`. dora: the caller knows what to
-        do with magnitudes.
+        do with magnitudes. stream: only for mlx-lm's, see `read_adapter`.
 
     Raises: AdapterError naming what is in the directory instead, or every problem of the adapter;
         one of DoRA where that is not wanted.
     """
-    adapter = _load_adapter(path, peft_layout, model)
+    adapter = _load_adapter(path, peft_layout, model, stream)
     if adapter.is_dora and not dora:
         raise AdapterError(
             f"adapter {adapter.directory}: DoRA also rescales every row of the base's weight, so "
@@ -87,7 +89,7 @@ def load_any_adapter(
 
 
 def _load_adapter(
-    path: str | Path, peft_layout: PeftLayout | None, model: Checkpoint | None
+    path: str | Path, peft_layout: PeftLayout | None, model: Checkpoint | None, stream: bool
 ) -> Adapter:
     directory = user_path(path, AdapterError)
     try:
@@ -98,7 +100,7 @@ def _load_adapter(
         what = "a file" if directory.exists() else "not there"
         raise AdapterError(f"{directory}: {what}; give the adapter's directory")
     if (directory / WEIGHTS).exists():
-        return read_adapter(directory)
+        return read_adapter(directory, stream)
     if (directory / PEFT_WEIGHTS).exists():
         return read_peft(directory, layout=peft_layout, model=model)
     refused = sorted(p.name for p in directory.iterdir() if p.suffix in {".bin", ".npz", ".pt"})
@@ -112,10 +114,11 @@ def _load_adapter(
     raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT){hint}")
 
 
-def read_adapter(path: str | Path) -> Adapter:
+def read_adapter(path: str | Path, stream: bool = False) -> Adapter:
     """An mlx-lm adapter of LoRA or DoRA. Shapes of the modules as in `LoraModule`.
 
     A pair whose halves differ in dtype is widened to float32, which changes no number.
+    stream: check every module now, hold one at a time, and read each again when it is asked for.
 
     Raises: AdapterError listing every problem: not a LoRA, no usable scale, half a pair, shapes
         that do not belong together, numbers that are not finite floats, unknown tensors.
@@ -129,11 +132,9 @@ def read_adapter(path: str | Path) -> Adapter:
     header = open_weights(directory / WEIGHTS)
     problems: list[str] = []
     scale, rank = _scale_and_rank(config, problems)
-    modules = _read_modules(header, scale, rank, problems)
-    for path, module in modules.items():
-        if (module.magnitude is None) == (kind == "dora"):
-            has = "no magnitude" if kind == "dora" else "a magnitude"
-            problems.append(f"{path}: has {has} ({path}.{_MAGNITUDE}), and {CONFIG} says {kind}")
+    modules: Mapping[str, LoraModule]
+    read = _StreamedModules if stream else _read_modules
+    modules = read(header, scale, rank, kind, problems)
     raise_problems(directory, problems)
     if not modules:
         raise AdapterError(f"adapter {directory}: {WEIGHTS} holds no tensors")
@@ -160,9 +161,12 @@ def _scale_and_rank(config: dict[str, Any], problems: list[str]) -> tuple[float,
 
 
 def _read_modules(
-    header: ShardHeader, scale: float, rank: int | None, problems: list[str]
+    header: ShardHeader, scale: float, rank: int | None, kind: str, problems: list[str]
 ) -> dict[str, LoraModule]:
-    """Every pair of the file, in file order; what is wrong goes to `problems`."""
+    """Every pair of the file, in file order; what is wrong goes to `problems`.
+
+    kind: "dora" where each pair has a magnitude, else "lora".
+    """
     pairs: dict[str, dict[str, TensorInfo]] = {}
     for name, info in header.tensors.items():
         module_path, _, leaf = name.rpartition(".")
@@ -178,14 +182,63 @@ def _read_modules(
         module = _read_pair(module_path, pair, scale, problems)
         if module is None:
             continue
+        if (module.magnitude is None) == (kind == "dora"):
+            has = "no magnitude" if kind == "dora" else "a magnitude"
+            name = f"{module_path}.{_MAGNITUDE}"
+            problems.append(f"{module_path}: has {has} ({name}), and {CONFIG} says {kind}")
         if rank is not None and module.rank != rank:
             problems.append(
                 f"{module_path}: rank {module.rank}, but {CONFIG} says {rank}; mlx-lm has one rank"
             )
         modules[module_path] = module
     if rank is None and len(ranks := {m.rank for m in modules.values()}) > 1:
-        problems.append(f"modules of ranks {sorted(ranks)}; mlx-lm has one rank for all")
+        problems.append(_rank_problem(ranks))
     return modules
+
+
+class _StreamedModules(Mapping[str, LoraModule]):
+    """What `_read_modules` gives, read module by module; only the last one is held."""
+
+    def __init__(
+        self, header: ShardHeader, scale: float, rank: int | None, kind: str, problems: list[str]
+    ) -> None:
+        self._scale, self._path, self._identity = scale, header.path, file_identity(header.path)
+        self._kind = kind
+        groups: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in header.tensors.items():
+            groups.setdefault(name.rpartition(".")[0], {})[name] = info
+        self._headers = {p: replace(header, tensors=group) for p, group in groups.items()}
+        self._last: LoraModule | None = None
+        self._rank, ranks = rank, set[int]()
+        for path in list(self._headers):
+            module = _read_modules(self._headers[path], scale, rank, kind, problems).get(path)
+            if module is not None:
+                ranks.add(module.rank)
+            del module  # before the next one is read
+        if rank is None and len(ranks) > 1:
+            problems.append(_rank_problem(ranks))
+
+    def __getitem__(self, path: str) -> LoraModule:
+        if self._last is None or self._last.path != path:
+            header, problems = self._headers[path], list[str]()
+            self._last = None  # before the next one is read
+            self._last = _read_modules(header, self._scale, self._rank, self._kind, problems).get(
+                path
+            )
+            if problems or file_identity(self._path) != self._identity:
+                raise AdapterError(f"{self._path}: was changed while it was read; try again")
+        assert self._last is not None
+        return self._last
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+
+def _rank_problem(ranks: set[int]) -> str:
+    return f"modules of ranks {sorted(ranks)}; mlx-lm has one rank for all"
 
 
 def _read_pair(
@@ -262,12 +315,18 @@ BaseCheck = Literal["verified", "verified by samples", "not verifiable", "overri
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An adapted module and the weight that it changes."""
+    """An adapted module, by its path in the adapter, and the weight that it changes."""
 
-    module: LoraModule
+    path: str
+    modules: Mapping[str, LoraModule]
     kind: Kind
     stored: StoredWeight
     base: BaseCheck
+
+    @property
+    def module(self) -> LoraModule:
+        """Read from the file where the adapter is streamed."""
+        return _with_all_experts(self.modules[self.path], self.stored)
 
 
 def match_adapter(
@@ -292,12 +351,13 @@ def match_adapter(
             problems.append(str(error))
     unknown: list[str] = []
     matches = []
-    for path, module in adapter.modules.items():
+    for path in adapter.modules:
         try:
             if stored_name(checkpoint, path) is None:
                 unknown.append(path)
             else:
-                matches.append(Match(*_match_module(module, checkpoint), base))
+                kind, stored = _match_module(adapter.modules[path], checkpoint)
+                matches.append(Match(path, adapter.modules, kind, stored, base))
         except CheckpointError as error:
             problems.append(str(error))
     problems += no_such_modules(unknown, checkpoint)
@@ -324,13 +384,15 @@ def compare_base(adapter: Adapter, base: str, allow_base: bool) -> BaseCheck:
     return "overridden"
 
 
-def _match_module(
-    module: LoraModule, checkpoint: Checkpoint
-) -> tuple[LoraModule, Kind, StoredWeight]:
+def _with_all_experts(module: LoraModule, stored: StoredWeight) -> LoraModule:
+    is_stack = module.is_switch and len(stored.shape) == 3
+    return with_experts(module, stored.shape[0]) if is_stack else module
+
+
+def _match_module(module: LoraModule, checkpoint: Checkpoint) -> tuple[Kind, StoredWeight]:
     """Raises: CheckpointError where the module does not fit its weight."""
     stored = stored_weight(checkpoint, module.path)
-    if module.is_switch and len(stored.shape) == 3:
-        module = with_experts(module, stored.shape[0])
+    module = _with_all_experts(module, stored)
     kind = _kind(module, stored)
     if kind is None:
         raise CheckpointError(_misfit(module, stored, checkpoint))
@@ -346,7 +408,7 @@ def _match_module(
             f"{list(stored.shape)} it has to be {list(stored.shape[:-1])} of "
             f"{', '.join(FLOAT_DTYPES)}: download or convert the model again"
         )
-    return module, kind, stored
+    return kind, stored
 
 
 def _kind(module: LoraModule, stored: StoredWeight) -> Kind | None:

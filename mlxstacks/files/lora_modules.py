@@ -73,16 +73,17 @@ class Adapter:
     """A LoRA adapter in mlx-lm's terms.
 
     config: the whole adapter_config.json. metadata: the strings in the safetensors header.
+    modules: by path; of a streamed adapter each is read from the file when it is asked for.
     """
 
     directory: Path
     config: dict[str, Any]
-    modules: dict[str, LoraModule]
+    modules: Mapping[str, LoraModule]
     metadata: dict[str, str]
 
     @property
     def is_dora(self) -> bool:
-        return any(module.magnitude is not None for module in self.modules.values())
+        return self.config.get("fine_tune_type") == "dora"
 
     @property
     def base_fingerprint(self) -> str | None:

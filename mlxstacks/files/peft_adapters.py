@@ -144,6 +144,8 @@ def read_peft(
     metadata = {IGNORED_KEY: ", ".join(ignored)} if ignored else {}
     base_name = raw_config.get("base_model_name_or_path")
     mlx = mlx_config(modules, base_name, header.metadata.get(FINGERPRINT_KEY))
+    if raw_config.get("use_dora"):
+        mlx["fine_tune_type"] = "dora"
     return Adapter(directory, mlx, modules, metadata)
 
 

@@ -139,6 +139,12 @@ def read_header(path: str | Path) -> ShardHeader:
     return ShardHeader(path, tensors, metadata, data_start, file_bytes)
 
 
+def file_identity(path: Path) -> tuple[int, ...]:
+    """What changes with the file behind a path: device, inode, size, time of the last write."""
+    now = os.stat(path)
+    return tuple(getattr(now, key) for key in _IDENTITY)
+
+
 def open_regular(path: Path) -> int:
     """Open a regular file for reading and return its descriptor; never waits on a pipe or device.
 

@@ -341,7 +341,7 @@ def gather_modules(
     stages: dict[str, dict[int, Match]] = {}
     notes = _history_note(checkpoint)
     for stage, path in enumerate(settings.adapter_path):
-        adapter = load_any_adapter(path, settings.peft_layout, checkpoint, dora=True)
+        adapter = load_any_adapter(path, settings.peft_layout, checkpoint, dora=True, stream=True)
         matches = match_adapter(adapter, checkpoint, allow_base=settings.allow_base)
         notes += _base_note(path, adapter, matches, str(settings.model))
         if outside := outside_config(adapter):
@@ -351,7 +351,7 @@ def gather_modules(
                 "Mend num_layers or keys, or remove what should not count."
             )
         for match in matches:
-            stages.setdefault(match.module.path, {})[stage] = match
+            stages.setdefault(match.path, {})[stage] = match
     for pattern in settings.bits_patterns():
         if not any(fnmatchcase(path, pattern) for path in stages):
             some = ", ".join(list(stages)[:6]) + (", ..." if len(stages) > 6 else "")

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import tempfile
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,15 @@ from mlx.utils import tree_flatten
 
 from mlxstacks.errors import AdapterError, TargetError
 from mlxstacks.files.adapter_commands import convert_adapter
-from mlxstacks.files.adapters import load_any_adapter, read_adapter, write_adapter, zero_adapter
-from mlxstacks.files.lora_modules import outside_config
+from mlxstacks.files.adapters import (
+    load_any_adapter,
+    match_adapter,
+    read_adapter,
+    write_adapter,
+    zero_adapter,
+)
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config, outside_config
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
 )
@@ -58,6 +66,53 @@ def test_read_then_write_is_the_same_adapter(moe_adapter: Path, tmp_path: Path) 
     assert configs[0] == configs[1]
 
 
+def test_a_streamed_adapter_is_the_one_in_memory(moe_adapter: Path) -> None:
+    whole, streamed = read_adapter(moe_adapter), read_adapter(moe_adapter, stream=True)
+    assert [*streamed.modules] == [*whole.modules]
+    for path in reversed([*whole.modules]):  # in an order that is not the file's
+        module, other = whole.modules[path], streamed.modules[path]
+        assert (module.path, module.dtype, module.scale) == (other.path, other.dtype, other.scale)
+        np.testing.assert_array_equal(module.lora_a, other.lora_a)
+        np.testing.assert_array_equal(module.lora_b, other.lora_b)
+    assert whole.config == streamed.config
+
+
+def test_a_streamed_adapter_holds_one_module_at_a_time(llama: Path, tmp_path: Path) -> None:
+    """Eight modules of 3 to 4 MB, checked, matched and read in the memory of two."""
+    checkpoint, modules = open_checkpoint(llama), {}
+    for layer in range(2):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            path = f"model.layers.{layer}.self_attn.{name}"
+            rows = checkpoint.tensors[f"{path}.weight"].shape[0]
+            a, b = np.zeros((128, 4096), np.float32), np.zeros((4096, rows), np.float32)
+            modules[path] = LoraModule(path, a, b, "F32", 1.0)
+    target = tmp_path / "adapter"
+    write_adapter(Adapter(llama, mlx_config(modules), modules, {}), target)
+    most = max(m.lora_a.nbytes + m.lora_b.nbytes for m in modules.values())
+    del modules
+    tracemalloc.start()
+    try:
+        adapter = load_any_adapter(target, stream=True)
+        for match in match_adapter(adapter, checkpoint):
+            assert match.module.rank == 4096
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * most < (target / "adapters.safetensors").stat().st_size / 3
+
+
+def test_an_adapter_that_changes_under_a_stream_is_refused(
+    moe_adapter: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(moe_adapter, tmp_path / "a")
+    adapter = read_adapter(path, stream=True)
+    new = tmp_path / "new"
+    shutil.copyfile(path / "adapters.safetensors", new)
+    new.replace(path / "adapters.safetensors")
+    with pytest.raises(AdapterError, match=r"adapters\.safetensors: was changed"):
+        adapter.modules[next(iter(adapter.modules))]
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("dora", "has no magnitude"), ("full", "no low-rank delta"), ("x", "only")],
@@ -70,7 +125,10 @@ def test_other_fine_tunes_are_refused_by_name(
         read_adapter(path)
 
 
-def test_every_problem_of_a_file_is_in_one_error(llama_adapter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_problem_of_a_file_is_in_one_error(
+    llama_adapter: Path, tmp_path: Path, stream: bool
+) -> None:
     other = Q_PROJ.replace("0", "1")
 
     def spoil(tensors: dict[str, mx.array], config: dict[str, Any]) -> None:
@@ -83,7 +141,7 @@ def test_every_problem_of_a_file_is_in_one_error(llama_adapter: Path, tmp_path: 
         config["lora_parameters"] = {"rank": 2, "alpha": 16}
 
     with pytest.raises(AdapterError) as error:
-        read_adapter(edited(llama_adapter, tmp_path / "a", spoil))
+        read_adapter(edited(llama_adapter, tmp_path / "a", spoil), stream)
     text = str(error.value)
     for part in (
         "6 problems",
