@@ -14,10 +14,12 @@ __all__: list[str]
 
 def adapter_convert(adapter_path: str | Path | None = None, save_path: str | Path | None = None, *,
     peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
-    to: Literal['mlx', 'peft'] = 'peft', base_model_name: str | None = None,
-    peft_model: Literal['text', 'whole'] = 'text', force: bool = False,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Write an adapter in mlx-lm's or in PEFT's format, with the same delta."""
+    to: Literal['mlx', 'peft', 'gguf'] = 'peft',
+    experts: Literal['parameters', 'per_expert', 'stacked'] | None = None,
+    base_model_name: str | None = None, peft_model: Literal['text', 'whole'] = 'text',
+    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
+    """Write an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with the same delta."""
 
 def adapter_merge(adapter_path: str | Path | Sequence[str | Path] = (), *,
     save_path: str | Path | None = None,
