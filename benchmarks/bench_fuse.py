@@ -6,9 +6,8 @@
     python -m benchmarks.bench_fuse fidelity               bits x delta x policy
 
 The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
-group 64, five shards, random codes. The adapter has rank 2 on three `switch_mlp.down_proj`. `patch`
-needs a DIR on a file system that clones (APFS, XFS, Btrfs). The last line of output is one JSON
-object.
+group 64, five shards, random codes. The adapter has rank 2 on three `switch_mlp.down_proj`. The
+last line of output is one JSON object.
 """
 
 import argparse

@@ -14,10 +14,12 @@ __all__: list[str]
 
 def adapter_convert(adapter_path: str | Path | None = None, save_path: str | Path | None = None, *,
     peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
-    to: Literal['mlx', 'peft'] = 'peft', base_model_name: str | None = None,
-    peft_model: Literal['text', 'whole'] = 'text', force: bool = False,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Write an adapter in mlx-lm's or in PEFT's format, with the same delta."""
+    to: Literal['mlx', 'peft', 'gguf'] = 'peft',
+    experts: Literal['parameters', 'per_expert', 'stacked'] | None = None,
+    base_model_name: str | None = None, peft_model: Literal['text', 'whole'] = 'text',
+    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
+    """Write an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with the same delta."""
 
 def adapter_merge(adapter_path: str | Path | Sequence[str | Path] = (), *,
     save_path: str | Path | None = None,
@@ -379,9 +381,9 @@ def train(model: str | Path | None = None,
     data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, *, num_layers: int | None = None,
     layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (), rank: int = 8,
-    scale: float = 20.0, dropout: float = 0.0, merge_ready: Literal['pooled'] | None = None,
-    iters: int | None = None, batch_size: int = 4, grad_accumulation_steps: int = 1,
-    learning_rate: float = 0.0001,
+    scale: float = 20.0, shared_outer: bool = False, dropout: float = 0.0,
+    merge_ready: Literal['pooled'] | None = None, iters: int | None = None, batch_size: int = 4,
+    grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,
     weight_decay: float = 0.0, clip_norm: float = 1.0, max_seq_length: int = 2048,
     mask_prompt: bool = True, thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto',

@@ -18,7 +18,10 @@ from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 from mlxstacks.convert.conversion import Conversion, Part
-from mlxstacks.convert.gguf_file import (
+from mlxstacks.convert.gguf_tokenizer import end_of_text_ids, tokenizer_files, write_files
+from mlxstacks.convert.settings import ConvertSettings
+from mlxstacks.errors import CheckpointError, InputError
+from mlxstacks.files.gguf_file import (
     FLOATS,
     GRIDS,
     GROUP_SIZE,
@@ -28,9 +31,6 @@ from mlxstacks.convert.gguf_file import (
     open_gguf,
     same_codes,
 )
-from mlxstacks.convert.gguf_tokenizer import end_of_text_ids, tokenizer_files, write_files
-from mlxstacks.convert.settings import ConvertSettings
-from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.shards import Chunk
 from mlxstacks.ops import affine
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlxstacks.convert.gguf_file import GGUFFile
 from mlxstacks.errors import CheckpointError
+from mlxstacks.files.gguf_file import GGUFFile
 from mlxstacks.files.outputs import write_json
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from mlxstacks.errors import AdapterError, InputError
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.gguf_adapters import GGUF_WEIGHTS, write_gguf
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.lora_modules import (
     CONFIG,
@@ -78,8 +79,11 @@ class AdapterWritten:
 
 
 def adapter_format(path: str | Path) -> AdapterFormat:
-    """Which format a directory holds, by its weights' name; mlx where both are there."""
+    """Which format a directory holds, by its weights' name; mlx where both are there. A file is
+    GGUF."""
     directory = Path(path)
+    if directory.suffix == ".gguf" and directory.is_file():
+        return "gguf"
     peft_only = (directory / PEFT_WEIGHTS).exists() and not (directory / WEIGHTS).exists()
     return "peft" if peft_only else "mlx"
 
@@ -120,13 +124,16 @@ def zero_adapter_command(settings: AdapterZeroSettings) -> AdapterWritten:
     Raises: as `load_any_adapter`, `write_adapter`.
     """
     source, target = _paths(settings)
-    kind = adapter_format(source)
+    model = _model(settings)
+    # Read whole first: what cannot be read is not copied either.
+    adapter = _load(settings, model)
+    kind = adapter_format(adapter.directory)
     if kind == "peft":
-        # Read whole first: what cannot be read is not copied either.
-        adapter = _load(settings, _model(settings))
         write_zero_peft(source, target, settings.force)
+    elif kind == "gguf":
+        write_gguf(zero_adapter(adapter), target, model, force=settings.force)
     else:
-        adapter = zero_adapter(_load(settings, _model(settings)))
+        adapter = zero_adapter(adapter)
         write_adapter(adapter, target, settings.force)
     return _written(adapter, target, kind, kind)
 
@@ -134,19 +141,21 @@ def zero_adapter_command(settings: AdapterZeroSettings) -> AdapterWritten:
 def convert_adapter(settings: AdapterConvertSettings) -> AdapterWritten:
     """Write the adapter in the format `settings.to`; also normalises one already in it.
 
-    Raises: as `load_any_adapter`, `write_adapter`, `write_peft`.
+    Raises: as `load_any_adapter`, `write_adapter`, `write_peft`, `write_gguf`.
     """
-    source, target = _paths(settings)
+    _, target = _paths(settings)
     model = _model(settings)
     adapter = _load(settings, model)
     if settings.to == "peft":
         whole = settings.peft_model == "whole"
         model_type = str(model.config.get("model_type")) if model else None
-        name = settings.base_model_name
-        write_peft(adapter, target, name, settings.force, whole, model_type)
+        name, experts = settings.base_model_name, settings.experts or "parameters"
+        write_peft(adapter, target, name, settings.force, whole, model_type, experts)
+    elif settings.to == "gguf":
+        write_gguf(adapter, target, model, settings.base_model_name, settings.force)
     else:
-        write_adapter(adapter, target, settings.force)
-    return _written(adapter, target, adapter_format(source), settings.to)
+        write_adapter(adapter, target, settings.force, share=settings.experts == "stacked")
+    return _written(adapter, target, adapter_format(adapter.directory), settings.to)
 
 
 def merge_command(settings: AdapterMergeSettings) -> tuple[AdapterWritten, list[MergedModule]]:
@@ -205,7 +214,7 @@ def _config_changes(source: Path, target: Path) -> tuple[str, ...]:
 def _written(
     adapter: Adapter, target: Path, source_format: AdapterFormat, kind: AdapterFormat
 ) -> AdapterWritten:
-    weights = target / (PEFT_WEIGHTS if kind == "peft" else WEIGHTS)
+    weights = target / {"peft": PEFT_WEIGHTS, "gguf": GGUF_WEIGHTS, "mlx": WEIGHTS}[kind]
     return AdapterWritten(
         adapter_path=str(adapter.directory),
         save_path=str(target),
@@ -214,5 +223,7 @@ def _written(
         modules=len(adapter.modules),
         parameters=sum(m.parameters for m in adapter.modules.values()),
         weight_bytes=weights.stat().st_size,
-        config_changes=_config_changes(adapter.directory, target),
+        config_changes=(
+            () if "gguf" in (source_format, kind) else _config_changes(adapter.directory, target)
+        ),
     )

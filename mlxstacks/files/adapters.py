@@ -1,11 +1,11 @@
 """mlx-lm's adapter format: `adapters.safetensors` and `adapter_config.json`, read, written and laid
 on a checkpoint.
 
-`load_any_adapter` also takes a PEFT directory. Reading gathers every problem of a file and raises
-once. DoRA is for those that ask for it: its change rests on the base's weights, so it can be fused
-and served, not converted or merged. Full fine-tunes are refused. mlx-lm stores no mark of the base
-in an adapter: `match_adapter` checks names and shapes for all, and the base itself where an adapter
-carries our fingerprint.
+`load_any_adapter` also takes a PEFT directory and llama.cpp's GGUF file. Reading gathers every
+problem of a file and raises once. DoRA is for those that ask for it: its change rests on the base's
+weights, so it can be fused and served, not converted or merged. Full fine-tunes are refused. mlx-lm
+stores no mark of the base in an adapter: `match_adapter` checks names and shapes for all, and the
+base itself where an adapter carries our fingerprint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,16 @@ import numpy as np
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.gguf_adapters import read_gguf
 from mlxstacks.files.lora_modules import (
     CONFIG,
     FLOAT_DTYPES,
     Adapter,
     LoraModule,
     is_finite_number,
+    is_shared_outer,
     open_weights,
+    outer_halves_once,
     raise_problems,
     read_config,
     read_pair,
@@ -70,10 +73,10 @@ def load_any_adapter(
     dora: bool = False,
     stream: bool = False,
 ) -> Adapter:
-    """An adapter in either format, in mlx-lm's terms.
+    """An adapter in any format, in mlx-lm's terms. path: its directory, or a GGUF file.
 
-    peft_layout, model: only for PEFT directories, see `read_peft`. dora: the caller knows what to
-        do with magnitudes. stream: only for mlx-lm's, see `read_adapter`.
+    peft_layout: only for PEFT directories. model: for those (`read_peft`) and GGUF (`read_gguf`).
+    dora: the caller knows what to do with magnitudes. stream: mlx-lm's alone, see `read_adapter`.
 
     Raises: AdapterError naming what is in the directory instead, or every problem of the adapter;
         one of DoRA where that is not wanted.
@@ -96,6 +99,8 @@ def _load_adapter(
         is_there = directory.is_dir()
     except OSError as error:
         raise AdapterError(f"{str(path)[:200]!a}: cannot be opened: {error.strerror}") from None
+    if directory.suffix == ".gguf" and not is_there and directory.exists():
+        return read_gguf(directory, model)
     if not is_there:
         what = "a file" if directory.exists() else "not there"
         raise AdapterError(f"{directory}: {what}; give the adapter's directory")
@@ -103,6 +108,11 @@ def _load_adapter(
         return read_adapter(directory, stream)
     if (directory / PEFT_WEIGHTS).exists():
         return read_peft(directory, layout=peft_layout, model=model)
+    if len(files := sorted(directory.glob("*.gguf"))) == 1:
+        return read_gguf(files[0], model)
+    if files:
+        names = ", ".join(file.name for file in files[:4])
+        raise AdapterError(f"{directory}: {len(files)} GGUF files; give one of them: {names}")
     refused = sorted(p.name for p in directory.iterdir() if p.suffix in {".bin", ".npz", ".pt"})
     if refused:
         raise AdapterError(
@@ -284,8 +294,13 @@ def zero_adapter(adapter: Adapter) -> Adapter:
     return replace(adapter, modules=zeros)
 
 
-def write_adapter(adapter: Adapter, directory: str | Path, force: bool = False) -> None:
+def write_adapter(
+    adapter: Adapter, directory: str | Path, force: bool = False, share: bool = False
+) -> None:
     """Write mlx-lm's format. Law: read_adapter of the result holds the same numbers and config.
+
+    share: a half that is the same for all experts is stored once (`shared_outer`); every command
+        here reads that, mlx-lm itself does not.
 
     Raises: AdapterError when the modules do not share the config's one rank and scale;
         TargetError when the target exists and `force` is not given.
@@ -293,14 +308,16 @@ def write_adapter(adapter: Adapter, directory: str | Path, force: bool = False) 
     problems: list[str] = []
     scale, rank = _scale_and_rank(adapter.config, problems)
     tensors: dict[str, tuple[str, Array]] = {}
+    once = share and is_shared_outer(adapter.modules.values())
     for path, module in adapter.modules.items():
         if module.scale != scale or module.rank != (rank or module.rank):
             problems.append(
                 f"{path}: rank {module.rank} and scale {module.scale}, the config has {rank} and "
                 f"{scale}; bring the modules to one rank and scale first (`unified`)"
             )
-        tensors[f"{path}.lora_a"] = (module.dtype, module.lora_a)
-        tensors[f"{path}.lora_b"] = (module.dtype, module.lora_b)
+        a, b = outer_halves_once(module) if once else (module.lora_a, module.lora_b)
+        tensors[f"{path}.lora_a"] = (module.dtype, a)
+        tensors[f"{path}.lora_b"] = (module.dtype, b)
         if module.magnitude is not None:
             tensors[f"{path}.{_MAGNITUDE}"] = ("F32", module.magnitude)
     raise_problems(adapter.directory, problems)

@@ -104,6 +104,37 @@ def with_experts(module: LoraModule, experts: int) -> LoraModule:
     return replace(module, lora_a=a, lora_b=b)
 
 
+def outer_half(path: str) -> str:
+    """The half of an expert pair on the hidden state's side, which shared-outer adapters have once
+    for all experts: lora_b of a down_proj, lora_a of every other.
+    """
+    return "lora_b" if path.rpartition(".")[2] == "down_proj" else "lora_a"
+
+
+def is_shared_outer(modules: Iterable[LoraModule]) -> bool:
+    """Whether there are experts, and the outer half of each is the same for all of them, to the
+    bit."""
+    switches = [module for module in modules if module.is_switch]
+    return bool(switches) and all(map(_shares_outer_half, switches))
+
+
+def _shares_outer_half(module: LoraModule) -> bool:
+    half = getattr(module, outer_half(module.path))
+    if half.strides[0] == 0 or len(half) == 1:
+        return True
+    bits = half.view(f"u{half.dtype.itemsize}")
+    return bool((bits == bits[:1]).all())
+
+
+def outer_halves_once(module: LoraModule) -> tuple[Array, Array]:
+    """lora_a and lora_b, the outer one of a switch pair with one expert for all."""
+    if not module.is_switch:
+        return module.lora_a, module.lora_b
+    if outer_half(module.path) == "lora_a":
+        return module.lora_a[:1], module.lora_b
+    return module.lora_a, module.lora_b[:1]
+
+
 def is_finite_number(value: object) -> TypeGuard[float]:
     """Whether a JSON value is a number that fits a scale: no bool, NaN, Inf or giant integer."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30

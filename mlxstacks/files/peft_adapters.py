@@ -5,8 +5,15 @@ with zeros, other scales folded into lora_b (`lora_modules.unified`): bit-exact 
 folded or the ratio is a power of two, else the deltas agree to 1 ulp of float32.
 
 Written is the layout of PEFT >= 0.19.1. PEFT computes `alpha / rank * B A`; alpha is chosen so that
-this quotient is the adapter's scale. Experts go through `target_parameters`, which PEFT allows
-without dropout only.
+this quotient is the adapter's scale. Experts have three layouts (E experts, R rank):
+
+    parameters   .experts.lora_A (E*R, K)        PEFT's `target_parameters`, which it allows without
+                 .experts.lora_B (N, R*E)        dropout only; vLLM's where it has all experts in
+                 and .experts.base_layer...      one tensor
+    per_expert   .experts.0.gate_proj.lora_A     one linear an expert: vLLM's for other models
+    stacked      .experts.w1.lora_A (E, R, K)    w1 gate, w3 up, w2 down: SGLang's, and vLLM's with
+                 .experts.w1.lora_B (E, N, R)    --enable-moe-shared-loras. Shared outer: 1 for E in
+                                                 lora_A of w1 and w3, and in lora_B of w2
 """
 
 import json
@@ -25,8 +32,10 @@ from mlxstacks.files.lora_modules import (
     FINGERPRINT_KEY,
     Adapter,
     LoraModule,
+    is_shared_outer,
     mlx_config,
     open_weights,
+    outer_halves_once,
     raise_problems,
     read_config,
     read_pair,
@@ -58,7 +67,7 @@ from mlxstacks.files.peft_layout import (
     to_hub,
     to_mlx,
 )
-from mlxstacks.files.settings import PeftLayout
+from mlxstacks.files.settings import ExpertLayout, PeftLayout
 from mlxstacks.files.shards import ShardHeader, TensorInfo, read_tensor
 from mlxstacks.files.stored_weight import module_paths, no_such_modules
 from mlxstacks.ops.affine import Array
@@ -388,11 +397,13 @@ def write_peft(
     force: bool = False,
     whole_model: bool = False,
     model_type: str | None = None,
+    experts_layout: ExpertLayout = "parameters",
 ) -> None:
-    """Write `adapter` for PEFT.
+    """Write `adapter` for PEFT, or for the servers that read its files.
 
     base_model_name: hub id or path of the base for PEFT's config; default: what the adapter names.
-    whole_model, model_type: see `to_hub`.
+    whole_model, model_type: see `to_hub`. experts_layout: see above; a server's layout keeps the
+        name `block_sparse_moe`, as the checkpoints and servers have it.
     Law: read_peft of the result has the same modules, bit for bit, and the same scale.
 
     Raises: AdapterError listing modules that PEFT has no place for; TargetError as
@@ -400,17 +411,23 @@ def write_peft(
     """
     export = _Export()
     problems: list[str] = []
+    for_server = experts_layout != "parameters"
+
+    def hub_name(path: str) -> str:
+        # Granite's block keeps its name in every version of transformers.
+        return to_hub(path, whole_model, "granitemoe" if for_server else model_type)
+
     blocks: dict[str, dict[str, LoraModule]] = {}
     modules = unified(adapter.modules.values())  # PEFT has patterns, but one rank reads better
     for path, module in modules.items():
         if match := SWITCH.match(path):
-            hub_block = to_hub(match["block"], whole_model, model_type)
+            hub_block = hub_name(match["block"])
             blocks.setdefault(hub_block, {})[match["name"]] = module
         elif module.is_switch:
             problems.append(f"{path}: experts are known to PEFT here only as `switch_mlp`")
         else:
-            hub = to_hub(path, whole_model, model_type)
-            if is_router_name(hub):
+            hub = hub_name(path)
+            if is_router_name(hub) and not for_server:
                 export.target_parameters.append(f"{hub}.weight")
             else:
                 export.target_modules.append(hub)
@@ -418,15 +435,19 @@ def write_peft(
             for half, raw in (("A", module.lora_a), ("B", module.lora_b)):
                 name = f"{PREFIX}{hub}.{leaf.format(half)}"
                 export.tensors[name] = (module.dtype, np.ascontiguousarray(raw.T))
+    once = experts_layout == "stacked" and is_shared_outer(modules.values())
     for block, experts in blocks.items():
         try:
-            _add_experts(export, block, experts)
+            if for_server:
+                _add_server_experts(export, block, experts, experts_layout, once)
+            else:
+                _add_experts(export, block, experts)
         except AdapterError as error:
             problems.append(str(error))
     raise_problems(adapter.directory, problems)
     language_model = any(path.startswith("language_model.") for path in modules)
     metadata = {"format": "pt", LANGUAGE_MODEL_KEY: "yes" if language_model else "no"}
-    if any(f".{OLD_BLOCK}." in path for path in modules):
+    if not for_server and any(f".{OLD_BLOCK}." in path for path in modules):
         metadata[BLOCK_KEY] = OLD_BLOCK
     if export.marks:
         metadata[FUSED_KEY] = json.dumps(export.marks, sort_keys=True)
@@ -445,7 +466,10 @@ def write_peft(
         "lora_dropout": 0.0,
         "rank_pattern": dict.fromkeys(doubled, 2 * rank),
         "alpha_pattern": dict.fromkeys(doubled, 2 * alpha),
-        "target_modules": export.target_modules,
+        # Servers compare the last part of a name; PEFT adapts what ends with it.
+        "target_modules": sorted({name.rpartition(".")[2] for name in export.target_modules})
+        if for_server
+        else export.target_modules,
         "target_parameters": export.target_parameters or None,
         "use_rslora": False,
         "use_dora": False,
@@ -475,6 +499,31 @@ def _add_experts(export: _Export, block: str, experts: dict[str, LoraModule]) ->
         for leaf, raw in zip(("lora_A", "lora_B"), as_fused(module), strict=True):
             export.tensors[f"{prefix}.{leaf}.weight"] = (module.dtype, raw)
         export.target_parameters.append(f"{block}.experts.{parameter}")
+
+
+def _add_server_experts(
+    export: _Export,
+    block: str,
+    experts: dict[str, LoraModule],
+    layout: ExpertLayout,
+    once: bool,
+) -> None:
+    """One MoE block in the layout per_expert or stacked."""
+    old_names = {new: old for old, new in EXPERT_NAMES.items()}
+    for name, module in experts.items():
+        export.target_modules.append(name)
+        prefix = f"{PREFIX}{block}.experts"
+        if layout == "stacked":
+            pair = outer_halves_once(module) if once else (module.lora_a, module.lora_b)
+            for half, raw in zip("AB", pair, strict=True):
+                tensor = f"{prefix}.{old_names[name]}.lora_{half}.weight"
+                export.tensors[tensor] = (module.dtype, raw)
+            continue
+        leaf = old_names[name] if block.endswith(OLD_BLOCK) else name
+        for expert in range(len(module.lora_a)):
+            for half, raw in (("A", module.lora_a), ("B", module.lora_b)):
+                tensor = f"{prefix}.{expert}.{leaf}.lora_{half}.weight"
+                export.tensors[tensor] = (module.dtype, raw[expert])
 
 
 def alpha_for(scale: float, rank: int) -> int | float:

@@ -5,7 +5,7 @@ Imports neither mlx nor numpy, so that `--help` stays fast.
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -57,7 +57,8 @@ def bits_of_module(module: str, pairs: Iterable[ModuleBits], default: int | None
 
 
 PeftLayout = Literal["current", "legacy"]
-AdapterFormat = Literal["mlx", "peft"]
+AdapterFormat = Literal["mlx", "peft", "gguf"]
+ExpertLayout = Literal["parameters", "per_expert", "stacked"]
 PeftModel = Literal["text", "whole"]
 
 _LAYOUT = (
@@ -66,14 +67,15 @@ _LAYOUT = (
 )
 _MODEL = (
     "MLX model directory that the adapter belongs to. Helps to name the modules of a PEFT adapter "
-    "and to tell its layouts apart; not needed otherwise."
+    "and to tell its layouts apart; needed to read and to write a GGUF adapter."
 )
 
 
 class _AdapterSettings(Settings):
     adapter_path: str | None = Field(
         None,
-        description="Adapter directory to read (mlx-lm or PEFT). Default: nano's sample adapter.",
+        description="Adapter directory to read (mlx-lm, PEFT or GGUF), or a GGUF file. Default: "
+        "nano's sample adapter.",
     )
     peft_layout: PeftLayout | None = Field(None, description=_LAYOUT)
     model: str | None = Field(None, description=_MODEL)
@@ -93,12 +95,22 @@ class AdapterZeroSettings(_AdapterSettings):
 
 
 class AdapterConvertSettings(_AdapterSettings):
-    """An adapter in the other format, with the same delta."""
+    """An adapter in another format, with the same delta."""
 
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/adapter-convert."
     )
-    to: AdapterFormat = Field("peft", description="Format to write: mlx (mlx-lm) or peft.")
+    to: AdapterFormat = Field(
+        "peft",
+        description="Format to write: mlx (mlx-lm), peft, or gguf (llama.cpp: adapter.gguf).",
+    )
+    experts: ExpertLayout | None = Field(
+        None,
+        description="How peft names experts. parameters (default): PEFT's target_parameters. "
+        "per_expert: experts.0.gate_proj and so on, as vLLM reads them. stacked: experts.w1, w2, "
+        "w3 with all experts in a tensor, as SGLang reads them; a half that all share is stored "
+        "once, with mlx too, where mlx-lm itself then cannot read it.",
+    )
     base_model_name: str | None = Field(
         None,
         description="Hub id or path of the unquantized base to name in a PEFT adapter "
@@ -110,6 +122,16 @@ class AdapterConvertSettings(_AdapterSettings):
         "(AutoModelForCausalLM) or whole (...ForConditionalGeneration). PEFT loads no other names.",
     )
     force: bool = Field(False, description="Replace an existing target.")
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        allowed = {"peft": (None, *get_args(ExpertLayout)), "mlx": (None, "stacked")}
+        if self.experts not in allowed.get(self.to, (None,)):
+            raise ValueError(
+                f"experts={self.experts} does not go with to={self.to}: peft takes "
+                f"{', '.join(get_args(ExpertLayout))}, mlx takes stacked, gguf has one layout"
+            )
+        return self
 
 
 class AdapterMergeSettings(Settings):
@@ -211,7 +233,7 @@ class StacksExportSettings(_StoreSettings):
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/stacks-export."
     )
-    to: AdapterFormat = Field("mlx", description="Format to write: mlx (mlx-lm) or peft.")
+    to: Literal["mlx", "peft"] = Field("mlx", description="Format to write: mlx (mlx-lm) or peft.")
     base_model_name: str | None = Field(
         None, description="Hub id or path of the base to name in the adapter. Default: the store's."
     )
@@ -225,7 +247,8 @@ class StacksImportSettings(_StoreSettings):
     """Take an adapter in as a stack of one expert, in a domain of its own."""
 
     adapter_path: str | None = Field(
-        None, description="Adapter directory to read (mlx-lm or PEFT)."
+        None,
+        description="Adapter directory to read (mlx-lm, PEFT or GGUF), or a GGUF file.",
     )
     domain: str | None = Field(
         None, description="Name of the new domain. Default: the adapter directory's."

@@ -216,7 +216,9 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
     tensors, exact, rounding = stack_tensors(adapter, storage)
     first = next(iter(adapter.modules.values()))
     format_ = adapter_format(adapter.directory)
-    weights = adapter.directory / (PEFT_WEIGHTS if format_ == "peft" else WEIGHTS)
+    weights = adapter.directory  # a GGUF file is the adapter
+    if format_ != "gguf":
+        weights /= PEFT_WEIGHTS if format_ == "peft" else WEIGHTS
     header = StackHeader(
         name=stack_name(domain, 1),
         domain=domain,

@@ -18,7 +18,7 @@ from mlx.utils import tree_unflatten
 
 from mlxstacks.layers.adapted import AdaptedLayer, adapted_layers
 from mlxstacks.layers.latent import LatentPair
-from mlxstacks.layers.lora import lora_layer
+from mlxstacks.layers.lora import for_experts, lora_layer
 from mlxstacks.layers.row_order import stop_telling, tell_order
 from mlxstacks.layers.settings import LoRASettings, StackSettings
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
@@ -35,18 +35,28 @@ def attach_lora(
     check_targets(targets, settings.rank)
     model.freeze()
     keys = mx.random.split(key, max(1, len(targets)))
-    layers = [lora_layer(t.module, settings, k) for t, k in zip(targets, keys, strict=True)]
+    layers = [lora_layer(t.module, settings, k, t.path) for t, k in zip(targets, keys, strict=True)]
     _replace(model, {t.path: layer for t, layer in zip(targets, layers, strict=True)})
 
 
-def lora_tensors(model: nn.Module) -> dict[str, mx.array]:
-    """The adapter's tensors under mlx-lm's names: what `adapters.safetensors` holds."""
-    return {
-        f"{path}.{leaf}": layer[leaf]
-        for path, layer in adapted_layers(model)
-        for leaf in ("lora_a", "lora_b")
-        if leaf in layer
-    }
+def lora_tensors(
+    model: nn.Module, weights: Mapping[str, mx.array] | None = None
+) -> dict[str, mx.array]:
+    """The adapter's tensors under mlx-lm's names: what `adapters.safetensors` holds, with a copy of
+    a shared half for every expert.
+
+    weights: numbers by name to take instead of the model's own.
+    """
+    tensors = {}
+    for path, layer in adapted_layers(model):
+        for leaf in ("lora_a", "lora_b"):
+            if leaf in layer:
+                name = f"{path}.{leaf}"
+                half = layer[leaf] if weights is None else weights[name]
+                experts = layer.dims.base_experts
+                alone = experts is not None and len(half) < experts
+                tensors[name] = for_experts(half, experts or 1) if alone else half
+    return tensors
 
 
 def attach_stacks(model: nn.Module, targets: Sequence[Target]) -> None:

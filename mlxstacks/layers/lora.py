@@ -5,7 +5,7 @@ stand. Axis order is upstream's, and differs by kind (letters: M base experts, K
 output dims, R rank):
 
     LoRALinear        lora_a (K, R)     lora_b (R, N)
-    LoRASwitchLinear  lora_a (M, R, K)  lora_b (M, N, R)
+    LoRASwitchLinear  lora_a (M, R, K)  lora_b (M, N, R); of either M may be 1, one for all experts
 
 Beside mlx-lm's own classes these draw from an explicit key, so that dropout is the same again when
 a checkpoint recomputes it.
@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.files.lora_modules import outer_half
 from mlxstacks.layers.adapted import AdaptedLayer, check_rank, keyed_dropout
 from mlxstacks.layers.settings import LoRASettings
 from mlxstacks.ops.expert_delta import expert_delta
@@ -82,16 +83,24 @@ class LoRALinear(_LoRALayer):
 class LoRASwitchLinear(_LoRALayer):
     """A pair for each base expert; x, indices and result as in `ops.expert_delta`.
 
-    Laws: those of LoRALinear, with mlx-lm's LoRASwitchLinear; sorted and unsorted rows agree.
+    shared: "lora_a" or "lora_b", the half that all experts have in common; None: neither.
+    Laws: those of LoRALinear, with mlx-lm's LoRASwitchLinear; sorted and unsorted rows agree; with
+    a shared half, output and gradient are to rounding those of as many equal ones.
     """
 
-    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array | None):
+    def __init__(
+        self,
+        base: nn.Module,
+        settings: LoRASettings,
+        key: mx.array | None,
+        shared: str | None = None,
+    ):
         super().__init__(base, settings, key)
         if self._dims.base_experts is None:
             raise ValueError("a linear projection needs LoRALinear")
         M, K, N, R = self.num_experts, self.input_dims, self.output_dims, settings.rank
-        self.lora_a = draw_lora_a((M, R, K), K, key)
-        self.lora_b = mx.zeros((M, N, R))
+        self.lora_a = draw_lora_a((1 if shared == "lora_a" else M, R, K), K, key)
+        self.lora_b = mx.zeros((1 if shared == "lora_b" else M, N, R))
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = self.linear(x, indices, sorted_indices=sorted_indices)
@@ -101,8 +110,28 @@ class LoRASwitchLinear(_LoRALayer):
         )
         return y + delta
 
+    def fuse(self, dequantize: bool = False) -> nn.Module:
+        """As of every LoRA; mlx-lm's fuse takes a pair of every expert."""
+        if len(self.lora_a) == len(self.lora_b):
+            return super().fuse(dequantize)
+        whole = type(self).from_base(self.linear, r=self.lora_a.shape[1], scale=self.scale)
+        whole.lora_a = for_experts(self.lora_a, self.num_experts)
+        whole.lora_b = for_experts(self.lora_b, self.num_experts)
+        return whole.fuse(dequantize)
 
-def lora_layer(base: nn.Module, settings: LoRASettings, key: mx.array) -> AdaptedLayer:
-    """The LoRA that fits a projection: LoRALinear or LoRASwitchLinear."""
-    is_switch = hasattr(base, "num_experts")
-    return (LoRASwitchLinear if is_switch else LoRALinear)(base, settings, key)
+
+def for_experts(half: mx.array, experts: int) -> mx.array:
+    """A half (M or 1, ...) of a switch pair with one for each expert."""
+    return mx.contiguous(mx.broadcast_to(half, (experts, *half.shape[1:])))
+
+
+def lora_layer(
+    base: nn.Module, settings: LoRASettings, key: mx.array, path: str = ""
+) -> AdaptedLayer:
+    """The LoRA that fits a projection: LoRALinear or LoRASwitchLinear. path: decides which half is
+    the outer one, with `shared_outer`.
+    """
+    if not hasattr(base, "num_experts"):
+        return LoRALinear(base, settings, key)
+    shared = outer_half(path) if settings.shared_outer else None
+    return LoRASwitchLinear(base, settings, key, shared)

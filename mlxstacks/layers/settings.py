@@ -87,6 +87,11 @@ class LoRASettings(Settings):
     alpha: float = Field(16.0, gt=0)
     scale_rule: ScaleRule = Field("lora", description="lora: alpha/rank; rslora: alpha/sqrt(rank)")
     dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input, in training")
+    shared_outer: bool = Field(
+        False,
+        description="routed experts share the half on the hidden state's side: lora_b of "
+        "down_proj, lora_a of the others",
+    )
 
     @property
     def scale(self) -> float:

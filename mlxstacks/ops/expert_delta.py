@@ -53,12 +53,20 @@ def expert_delta_reference(
     Shapes as in `expert_delta`. With gates=None these are the operations of mlx-lm's
     LoRASwitchLinear.
     """
-    z = _gather(x, a, indices, sorted_indices)  # (..., 1, R)
+    shared_a, shared_b = len(a) < len(b), len(b) < len(a)
+    z = _shared(x, a) if shared_a else _gather(x, a, indices, sorted_indices)  # (..., 1, R)
     if gates is not None:
         weights = gates.astype(mx.float32)[..., None]  # (..., 1, E, 1)
         by_gate = mx.unflatten(z, -1, (gates.shape[-1], -1))  # (..., 1, E, R/E)
         z = mx.flatten(by_gate * weights, -2).astype(z.dtype)  # (..., 1, R)
-    return (scale * _gather(z, b, indices, sorted_indices)).astype(x.dtype)
+    y = _shared(z, b) if shared_b else _gather(z, b, indices, sorted_indices)
+    return (scale * y).astype(x.dtype)
+
+
+def _shared(x: mx.array, w: mx.array) -> mx.array:
+    """x (..., 1, K) times the one w (1, N, K) of all experts, (..., 1, N)."""
+    x, w = products_on_cpu(x, w)
+    return x @ w[0].T
 
 
 def _gather(x: mx.array, w: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
@@ -127,6 +135,8 @@ def _parts(input_dims: int, output_dims: int) -> int:
 
 def _refusal(a: mx.array, b: mx.array, gates: mx.array | None, rows: int) -> str | None:
     """Why the kernel cannot take these (valid) arguments."""
+    if len(a) != len(b):
+        return f"a and b have {len(a)} and {len(b)} experts; the kernel takes all of both"
     if rows > _MOST_ROWS:
         return f"there are {rows} rows; the kernel takes {_MOST_ROWS}"
     if a.dtype != b.dtype:
@@ -156,7 +166,7 @@ def _problems(
     if wrong:
         return problems + wrong
     experts, ranks, input_dims = a.shape
-    if (b.shape[0], b.shape[2]) != (experts, ranks):
+    if b.shape[2] != ranks or (b.shape[0] != experts and 1 not in (b.shape[0], experts)):
         problems.append(
             f"b: got shape {b.shape}, allowed is ({experts}, N, {ranks}) beside a {a.shape}; "
             "swap its last two axes if they are (R, N)"
@@ -203,7 +213,7 @@ def expert_delta(
     """The low-rank change of a switch layer's output, (*indices.shape, 1, N) in the dtype of x.
 
     x: (*L, 1, 1, K) with indices (*L, k); or (*L, k, 1, K); sorted: (n, 1, K). Float.
-    a: (M, R, K), b: (M, N, R), float.
+    a: (M, R, K), b: (M, N, R), float; of either M may be 1, one for all experts.
     indices: integers from 0 to M-1; not checked, as mx.gather_mm does not.
     gates: (*L, 1, 1, E) or (*L, k, 1, E), sorted: (n, 1, E); float, E divides R; or None for ones.
     scale: the factor of the whole change, a number; its gradient is not worked out.
@@ -212,8 +222,9 @@ def expert_delta(
     Laws: sorted and unsorted agree; a gate of zero is the same as a slice of a and b without those
     ranks, if those are finite (the kernel does not read them, MLX's operations multiply by zero);
     with gates=None the result is what mlx-lm's LoRASwitchLinear adds; E=1 with a gate of 1 changes
-    nothing. Sums are float32 on the CPU and in the kernel. Gradients to x, a, b and gates are those
-    of the reference in either case, none flows to what chose the indices; no jvp.
+    nothing; an a or b for all experts is, to rounding, as many equal ones, and its gradient the sum
+    of theirs. Sums are float32 on the CPU and in the kernel. Gradients to x, a, b and gates are
+    those of the reference in either case, none flows to what chose the indices; no jvp.
 
     Raises: ValueError listing all shapes and dtypes that do not fit; ValueError with the reason for
     `use_kernel=True` where the kernel cannot run.

@@ -84,7 +84,7 @@ COMMANDS: dict[str, Command] = {
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter convert": Command(
-        help="Write an adapter in mlx-lm's or in PEFT's format, with the same delta.",
+        help="Write an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with the same delta.",
         settings="mlxstacks.files.settings:AdapterConvertSettings",
         function="mlxstacks.studies.adapter:convert",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
@@ -361,7 +361,7 @@ GROUPS = {
     "stack": "Train frozen stacks, domain after domain, into a store that loses none of them. With "
     "`compare`: arms of an experiment over seeds. Nested settings: --set KEY.KEY=VALUE.",
     "stacks": "Look after a store: what it holds, whether it is whole, what is served.",
-    "adapter": "Adapters on their own: show, zero, merge, convert between mlx-lm and PEFT.",
+    "adapter": "Adapters on their own: show, zero, merge, convert between formats.",
     "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
     "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
     "`mlxstacks train`.",

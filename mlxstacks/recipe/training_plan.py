@@ -60,22 +60,28 @@ def _train(name: str, settings: TrainSettings, runs: int = 1, ask: bool = True) 
     run = train_guard(settings, str(settings.model), longest, validates=True, layers=layers)
     return _adapter(
         name, targets, settings.rank, run if ask and settings.guard != "off" else None,
-        runs=runs, batches=settings.iters, longest_row_tokens=longest,
+        settings.shared_outer, runs=runs, batches=settings.iters, longest_row_tokens=longest,
     )  # fmt: skip
 
 
 def _adapter(
-    name: str, targets: Sequence[Target], rank: int, run: GuardSettings | None, **figures: Any
+    name: str,
+    targets: Sequence[Target],
+    rank: int,
+    run: GuardSettings | None,
+    shared_outer: bool = False,
+    **figures: Any,
 ) -> dict[str, Any]:
     try:
         check_targets(targets, rank)
     except ValueError as error:
         raise InputError(str(error)) from error
-    number = trained_parameters(targets, rank)
+    number = trained_parameters(targets, rank, shared_outer)
     return {
         "name": name, **_where(targets), "trained_parameters": number,
-        # float32, and two numbers of Adam for each
-        "adapter_bytes": 4 * number, "optimizer_bytes": 8 * number, "frozen_bytes": None,
+        # float32, of every expert; and two numbers of Adam for each that is trained
+        "adapter_bytes": 4 * trained_parameters(targets, rank), "optimizer_bytes": 8 * number,
+        "frozen_bytes": None,
         "guard": _verdict(run) if run else None, **figures,
     }  # fmt: skip
 

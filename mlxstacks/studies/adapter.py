@@ -18,7 +18,7 @@ from mlxstacks.files.settings import (
 from mlxstacks.study.document import Columns, Table
 from mlxstacks.study.result import Result
 
-FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
+FORMATS = {"mlx": "mlx-lm", "peft": "PEFT", "gguf": "GGUF"}
 
 
 def show(settings: AdapterShowSettings) -> Result:
@@ -113,7 +113,9 @@ def _written(
         [(FORMATS[written.format], written.modules, written.parameters, written.weight_bytes)],
     )  # fmt: skip
     config = "adapter_config.json is as it was."
-    if written.source_format != written.format:
+    if written.format == "gguf":
+        config = "llama.cpp takes adapter.gguf with --lora, beside a GGUF file of the same base."
+    elif written.source_format != written.format:
         config = (
             f"adapter_config.json was made for {FORMATS[written.format]} from rank, scale, dropout "
             f"and the names of modules; other keys of {FORMATS[written.source_format]}'s are not "

@@ -88,6 +88,12 @@ class TrainSettings(Settings):
     )
     rank: int = Field(8, ge=1, description="Rank of every LoRA.")
     scale: float = Field(20.0, gt=0, le=1e30, description="Factor of the low-rank delta.")
+    shared_outer: bool = Field(
+        False,
+        description="Routed experts share one lora_a of gate_proj and up_proj, and one lora_b of "
+        "down_proj: about half of the numbers, as SGLang serves them. The adapter has a copy for "
+        "each expert; `adapter convert --experts stacked` stores it once.",
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="On the input of a LoRA, in training.")
     merge_ready: Literal["pooled"] | None = Field(
         None,

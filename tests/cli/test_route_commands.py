@@ -45,7 +45,7 @@ def test_evaluate(places: Places, work_dir: Path, command: Run) -> None:
         "Loss, nats a token",
         "Difference to ungated",
         "unseen gamma",
-        "Verdict: Routing",
+        "Verdict: Against the base routing",
     ):
         assert words in out
     assert (work_dir / "mlxstacks-out" / "route-evaluate" / "result.md").is_file()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mlxstacks.convert.gguf_file import GGUFFile
 from mlxstacks.convert.gguf_tokenizer import (
     PRE_TOKENIZERS,
     end_of_text_ids,
@@ -23,6 +22,7 @@ from mlxstacks.convert.gguf_tokenizer import (
     write_files,
 )
 from mlxstacks.errors import CheckpointError
+from mlxstacks.files.gguf_file import GGUFFile
 
 TEXTS = [
     "Hello world! It's 2024, isn't it? WE'LL see: 12345 67.89%",

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.convert import run as convert_run
-from mlxstacks.convert.gguf_file import open_gguf
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.gguf_file import open_gguf
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.study.result import Result
 from tests.cli.conftest import Run, command

@@ -2,22 +2,30 @@
 
 Such files are in public repositories: melodyhorse/gpt-oss-20b-triviaqa-rl has w1.lora_A of
 (1, 32, 2880) and w1.lora_B of (32, 2880, 32); SGLang 21466 and Megatron-Bridge 3981 describe them.
+The layouts that vLLM and SGLang read are written from these and from full ones.
 Run: pytest tests/files/test_shared_experts.py
 """
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from mlxstacks.errors import AdapterError
+from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import load_any_adapter, match_adapter, read_adapter, write_adapter
 from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.lora_modules import Adapter, LoraModule, is_shared_outer, mlx_config
+from mlxstacks.files.peft_adapters import read_peft, write_peft
+from mlxstacks.files.settings import AdapterConvertSettings, ExpertLayout
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
-from tests.files.peft_cases import assert_same, save_peft
+from tests.files.peft_cases import assert_same, delta_of, save_peft
 from tests.tiny_models import write_qwen_moe
 
 EXPERTS, RANK, HIDDEN, INNER = 4, 2, 128, 64
@@ -55,10 +63,10 @@ def test_shared_half_is_fused_as_equal_ones_are(
     repeated = (np.tile(x, (EXPERTS // len(x), 1, 1)) for x in (a, b))
     full = mlx_adapter(tmp_path / "full", *repeated)
     for adapter in (short, full):
-        settings = FuseSettings(
+        fuse = FuseSettings(
             model=str(model), adapter_path=(str(adapter),), save_path=f"{adapter}-fused"
         )
-        run(settings)
+        run(fuse)
     names = sorted(path.name for path in model.glob("model*.safetensors"))
     for name in names:
         one, other = (tmp_path / f"{kind}-fused" / name for kind in ("short", "full"))
@@ -137,3 +145,118 @@ def test_stacked_experts_of_wrong_shapes_are_refused(
     }
     with pytest.raises(AdapterError, match=f"layers.0.mlp.experts.gate_up_proj.*{message}"):
         load_any_adapter(save_peft(tmp_path / "peft", tensors, {}))
+
+
+# --- what servers read ----------------------------------------------------------------------------
+
+
+def adapter_of(block: str, shared: bool, experts: int = EXPERTS, rank: int = RANK) -> Adapter:
+    """gate, up and down of one block and a dense module, random; outer halves shared or not."""
+    rng = np.random.default_rng(experts + rank)
+
+    def half(count: int, *shape: int) -> np.ndarray:
+        drawn = rng.standard_normal((count, *shape)).astype(np.float32)
+        return np.broadcast_to(drawn, (experts, *shape))
+
+    outer = 1 if shared else experts
+    pairs = {
+        name: (half(outer, rank, HIDDEN), half(experts, INNER, rank)) for name in ("gate", "up")
+    }
+    pairs["down"] = half(experts, rank, INNER), half(outer, HIDDEN, rank)
+    modules = {
+        (path := f"model.layers.0.{block}.switch_mlp.{name}_proj"): LoraModule(
+            path, *pair, "F32", 2.0
+        )
+        for name, pair in pairs.items()
+    }
+    path = "model.layers.0.self_attn.q_proj"
+    a, b = (rng.standard_normal(s).astype(np.float32) for s in ((HIDDEN, rank), (rank, HIDDEN)))
+    modules[path] = LoraModule(path, a, b, "F32", 2.0)
+    return Adapter(Path("an-adapter"), mlx_config(modules), modules, {})
+
+
+def experts_of(module: LoraModule) -> LoraModule:
+    """The same with memory of its own for every expert."""
+    a, b = (np.ascontiguousarray(half) for half in (module.lora_a, module.lora_b))
+    return LoraModule(module.path, a, b, module.dtype, module.scale)
+
+
+@given(
+    st.sampled_from(["mlp", "block_sparse_moe"]), st.sampled_from(["per_expert", "stacked"]),
+    st.booleans(), st.integers(2, 12), st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_layouts_of_servers_read_back_to_the_bit(
+    block: str, layout: ExpertLayout, shared: bool, experts: int, rank: int
+) -> None:
+    adapter = adapter_of(block, shared, experts, rank)
+    with tempfile.TemporaryDirectory() as directory:
+        write_peft(adapter, f"{directory}/out", experts_layout=layout)
+        again = read_peft(f"{directory}/out")
+        assert_same(again, Adapter(again.directory, again.config, {
+            path: adapter.modules[path] for path in again.modules}, {}))  # fmt: skip
+        assert again.modules.keys() == adapter.modules.keys()
+        assert is_shared_outer(again.modules.values()) == shared
+
+
+@pytest.mark.parametrize(("block", "leaf"), [("mlp", "up_proj"), ("block_sparse_moe", "w3")])
+def test_vllm_reads_a_linear_of_each_expert(block: str, leaf: str, tmp_path: Path) -> None:
+    adapter = adapter_of(block, shared=False)
+    write_peft(adapter, tmp_path / "out", experts_layout="per_expert")
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    assert config["target_parameters"] is None
+    assert len(tensors) == 2 * (3 * EXPERTS + 1)
+    prefix = f"base_model.model.model.layers.0.{block}.experts"
+    delta = delta_of(adapter.modules[f"model.layers.0.{block}.switch_mlp.up_proj"])
+    for expert in range(EXPERTS):
+        a, b = (
+            tensors[f"{prefix}.{expert}.{leaf}.lora_{half}.weight"].astype(np.float64)
+            for half in "AB"
+        )
+        np.testing.assert_array_equal(config["lora_alpha"] / config["r"] * (b @ a), delta[expert])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_sglang_reads_shared_halves_once(shared: bool, tmp_path: Path) -> None:
+    adapter = adapter_of("mlp", shared)
+    modules = {path: experts_of(m) if m.is_switch else m for path, m in adapter.modules.items()}
+    full = Adapter(adapter.directory, adapter.config, modules, {})
+    write_peft(full, tmp_path / "out", experts_layout="stacked")
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    once, prefix = 1 if shared else EXPERTS, "base_model.model.model.layers.0.mlp.experts"
+    shapes = {"w1": [(once, RANK, HIDDEN), (EXPERTS, INNER, RANK)],
+              "w2": [(EXPERTS, RANK, INNER), (once, HIDDEN, RANK)]}  # fmt: skip
+    for name, pair in {**shapes, "w3": shapes["w1"]}.items():
+        stored = [tensors[f"{prefix}.{name}.lora_{half}.weight"] for half in "AB"]
+        assert [half.shape for half in stored] == pair
+    up = delta_of(adapter.modules["model.layers.0.mlp.switch_mlp.up_proj"])
+    a, b = (tensors[f"{prefix}.w3.lora_{half}.weight"].astype(np.float64) for half in "AB")
+    np.testing.assert_array_equal(2.0 * (b @ a), up)
+
+
+def test_one_module_with_other_halves_leaves_all_in_full(tmp_path: Path) -> None:
+    """A server has one flag for all modules."""
+    adapter = adapter_of("mlp", shared=True)
+    path = "model.layers.0.mlp.switch_mlp.up_proj"
+    other = experts_of(adapter.modules[path])
+    other.lora_a[1, 0, 0] += 1
+    mixed = Adapter(adapter.directory, adapter.config, {**adapter.modules, path: other}, {})
+    write_peft(mixed, tmp_path / "out", experts_layout="stacked")
+    tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {len(tensor) for name, tensor in tensors.items() if "experts" in name} == {EXPERTS}
+
+
+def test_mlx_lm_format_with_shared_halves_once(model: Path, tmp_path: Path) -> None:
+    a, b = halves(EXPERTS, 1, INNER, HIDDEN)
+    source = mlx_adapter(tmp_path / "full", a, np.tile(b, (EXPERTS, 1, 1)))
+    target = tmp_path / "short"
+    convert_adapter(
+        AdapterConvertSettings(
+            adapter_path=str(source), save_path=str(target), to="mlx", experts="stacked"
+        )
+    )
+    assert len(load_file(target / "adapters.safetensors")[f"{BLOCK}.down_proj.lora_b"]) == 1
+    assert_same(read_adapter(target), read_adapter(source))
+    assert len(match_adapter(read_adapter(target), open_checkpoint(model))) == 1

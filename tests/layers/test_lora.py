@@ -11,11 +11,20 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.layers.adapted import begin_step, projection_dims
 from mlxstacks.layers.attach import attach_lora, lora_tensors
-from mlxstacks.layers.lora import LoRALinear, LoRASwitchLinear, lora_layer
+from mlxstacks.layers.lora import LoRALinear, LoRASwitchLinear, for_experts, lora_layer
 from mlxstacks.layers.settings import LoRASettings, StackSettings
 from mlxstacks.layers.stacked import StackedLayer
 from mlxstacks.layers.targets import find_targets
-from tests.layers.build import K, M, N, linear_base, normal, switch_base, switch_rows
+from tests.layers.build import (
+    K,
+    M,
+    N,
+    assert_close,
+    linear_base,
+    normal,
+    switch_base,
+    switch_rows,
+)
 from tests.tiny_models import NUM_LAYERS, write_qwen_moe
 
 SETTINGS = LoRASettings(rank=4, alpha=6.0)
@@ -183,6 +192,27 @@ def test_fuse_is_that_of_mlx_lm_to_the_bit(bits: int | None, dequantize: bool) -
         ):
             assert mx.array_equal(got, theirs), name
         assert not mx.array_equal(fused.weight, layer_base.weight)
+
+
+@pytest.mark.parametrize("shared", ["lora_a", "lora_b"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_shared_half_is_as_many_equal_ones(shared: str, bits: int | None) -> None:
+    """To float32 rounding in the forward pass, and to the bit when it is fused."""
+    base = switch_base(0, 64, N)
+    base = base if bits is None else base.to_quantized(group_size=32, bits=bits)
+    ours = LoRASwitchLinear(base, SETTINGS, mx.random.key(0), shared)
+    sizes = {name: len(ours[name]) for name in ("lora_a", "lora_b")}
+    assert sizes == {name: 1 if name == shared else M for name in sizes}
+    pair_of(ours)
+    whole = LoRASwitchLinear(base, SETTINGS, mx.random.key(0))
+    whole.lora_a, whole.lora_b = (for_experts(ours[name], M) for name in sizes)
+    _, indices = switch_rows(3, 2, 5, 2)
+    x = normal(4, 2, 5, 1, 1, 64)
+    assert_close(ours(x, indices), whole(x, indices))
+    for (name, got), (_, wanted) in zip(
+        tree_flatten(ours.fuse().parameters()), tree_flatten(whole.fuse().parameters()), strict=True
+    ):
+        assert mx.array_equal(got, wanted), name
 
 
 def test_from_base_takes_what_mlx_lm_takes() -> None:

@@ -304,6 +304,41 @@ def test_kernel_gives_no_rows_for_no_rows(emulator):
     assert none.call(use_kernel=True).shape == (0, 1, 100)
 
 
+@pytest.mark.parametrize("half", ["a", "b"])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("gates", [0, 2])
+def test_one_half_for_all_experts_is_as_many_equal_ones(half, is_sorted, gates):
+    """To the rounding of float32 sums, which a product of all rows orders otherwise."""
+    whole = make(Case(E=gates))
+    if is_sorted:
+        whole, _ = sort(whole)
+    shared = replace(whole, **{half: getattr(whole, half)[:1]})
+    whole = replace(whole, **{half: mx.repeat(getattr(shared, half), 5, axis=0)})
+
+    def same(got, wanted):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+    same(wide(shared.call()), wide(whole.call()))
+
+    def of(arguments, name):
+        def loss(array):
+            return mx.sum(replace(arguments, **{name: array}).call() ** 2)
+
+        return wide(mx.grad(loss)(getattr(arguments, name)))
+
+    for name in ("x", "a", "b"):
+        gradients = of(whole, name)
+        if name == half:
+            gradients = gradients.sum(axis=0, keepdims=True)
+        same(of(shared, name), gradients)
+
+
+def test_kernel_refuses_a_half_for_all_experts(emulator):
+    arguments = make(Case(E=0))
+    with pytest.raises(ValueError, match="a and b have 1 and 5 experts"):
+        replace(arguments, a=arguments.a[:1]).call(use_kernel=True)
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 

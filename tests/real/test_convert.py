@@ -11,11 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxstacks.convert.gguf_file import open_gguf
 from mlxstacks.convert.real_model import EXPERTS, GGUF_NAME, TOP_K, is_whole
 from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.gguf_file import open_gguf
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from tests.convert.gguf_cases import dense_values, gguf_name, permuted

@@ -513,17 +513,17 @@ class _TrainRun:
 
     def _write_adapter(self, directory: Path, tensors: dict[str, mx.array]) -> None:
         """adapters.safetensors and adapter_config.json, as mlx-lm reads them."""
-        if tensors.keys() != lora_tensors(self.model).keys():
+        ordered = dict(sorted(lora_tensors(self.model, tensors).items()))
+        if tensors.keys() != ordered.keys():
             raise AssertionError("what trains is not what an adapter holds")
-        ordered = dict(sorted(tensors.items()))
         with mlx_write_errors(directory / WEIGHTS):
             base_model.save_arrays(directory / WEIGHTS, ordered)
         # Shapes are all that the config needs; a copy of the numbers can be gigabytes.
         scale, number = self.setup.lora.scale, np.zeros((), np.float32)
         modules = {
             t.path: LoraModule(
-                t.path, np.broadcast_to(number, tensors[f"{t.path}.lora_a"].shape),
-                np.broadcast_to(number, tensors[f"{t.path}.lora_b"].shape), "F32", scale,
+                t.path, np.broadcast_to(number, ordered[f"{t.path}.lora_a"].shape),
+                np.broadcast_to(number, ordered[f"{t.path}.lora_b"].shape), "F32", scale,
             )
             for t in self.setup.targets
         }  # fmt: skip

@@ -25,6 +25,7 @@ from mlxstacks.evaluate import VALIDATION_ROWS
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.lora_modules import outer_half
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.attach import attach_lora
@@ -68,7 +69,7 @@ class TrainSetup:
     @property
     def parameters(self) -> int:
         """Trained numbers."""
-        return trained_parameters(self.targets, self.lora.rank)
+        return trained_parameters(self.targets, self.lora.rank, self.lora.shared_outer)
 
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
@@ -108,8 +109,9 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     alpha = settings.scale * settings.rank
     lora = LoRASettings(
-        rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout
-    )
+        rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout,
+        shared_outer=settings.shared_outer,
+    )  # fmt: skip
     targets = choose_targets(model, settings)
     notes += [] if settings.keys else left_out_notes(model, targets)
     try:
@@ -141,18 +143,30 @@ def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:
         raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
     if last is not None and last > 0:
         layers = tuple(range(total - last, total))
+    wanted = TargetSettings(layers=layers, projections=settings.keys or None)
     try:
-        return find_targets(model, TargetSettings(layers=layers, projections=settings.keys or None))
+        targets = find_targets(model, wanted)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if settings.shared_outer and not any(t.dims.base_experts for t in targets):
+        names = ", ".join(sorted({t.name for t in targets}))
+        raise InputError(
+            f"shared_outer is about routed experts, and {names} are none; leave it out, or train "
+            "experts of a mixture (--keys switch_mlp.down_proj)"
+        )
+    return targets
 
 
-def trained_parameters(targets: Sequence[Target], rank: int) -> int:
+def trained_parameters(targets: Sequence[Target], rank: int, shared_outer: bool = False) -> int:
     """Numbers of a LoRA of this rank on these projections."""
-    return sum(
-        (t.dims.base_experts or 1) * rank * (t.dims.input_dims + t.dims.output_dims)
-        for t in targets
-    )
+    total = 0
+    for t in targets:
+        of_a, of_b = (t.dims.base_experts or 1,) * 2
+        if shared_outer:
+            outer = outer_half(t.path)
+            of_a, of_b = (1, of_b) if outer == "lora_a" else (of_a, 1)
+        total += rank * (of_a * t.dims.input_dims + of_b * t.dims.output_dims)
+    return total
 
 
 def read_data(

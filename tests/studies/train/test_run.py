@@ -19,6 +19,7 @@ from mlxstacks.data import TrainDataSettings, make_batch
 from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.lora_modules import is_shared_outer
 from mlxstacks.files.outputs import MARK
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import set_up
@@ -613,3 +614,17 @@ def test_a_loss_that_is_not_finite_loses_nothing(
     assert read_adapter(work / "adapter").modules
     monkeypatch.undo()
     assert train_run.run(settings).figures["resumed_from_step"] == 6
+
+
+def test_experts_share_their_outer_half(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """mlx-lm's file has a copy for every expert, and fewer numbers were trained."""
+    keys = ("switch_mlp.gate_proj", "switch_mlp.down_proj")
+    settings = settings_for(*places, tmp_path / "out", shared_outer=True, keys=keys, iters=2)
+    train_run.run(settings)
+    modules = read_adapter(tmp_path / "out").modules
+    assert is_shared_outer(modules.values())
+    assert all(len(m.lora_a) == len(m.lora_b) == 4 for m in modules.values())
+    assert any(m.lora_b.any() for m in modules.values())
+    one = settings.model_copy(update={"keys": ("self_attn.q_proj",)})
+    with pytest.raises(InputError, match=r"shared_outer is about routed experts, and .*q_proj"):
+        set_up(one)

@@ -3,7 +3,7 @@ five grids that GGUF shares with MLX, to the bit; other types by value.
 
 Judge of blocks: `gguf.quants.dequantize`, the package's own reading.
 
-Run: pytest tests/convert/test_gguf_file.py
+Run: pytest tests/files/test_gguf_file.py
 """
 
 import struct
@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxstacks.convert import gguf_file
-from mlxstacks.convert.gguf_file import MAX_ELEMENTS, GGUFFile, open_gguf
 from mlxstacks.errors import CheckpointError
+from mlxstacks.files import gguf_file
+from mlxstacks.files.gguf_file import MAX_ELEMENTS, GGUFFile, open_gguf
 from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
 
 
