@@ -229,12 +229,15 @@ def _eight_bits(sample: "_Sample", tried: dict[str, Fidelity]) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """A module at its own bits or at more. squared_error: of the fused change, to the trained one,
-    in squares of the size of that; estimated on a sample of rows.
+    """A module at its own bits or at more, as estimated on a sample of rows.
+
+    lost, noise: in squares of the size of the trained change: what of it is missing, and what else
+        is there, (1 - survival)^2 and noise^2.
     """
 
     decision: Decision
-    squared_error: float
+    lost: float
+    noise: float
 
 
 def widths(module: Module) -> list[Width]:
@@ -246,11 +249,16 @@ def widths(module: Module) -> list[Width]:
     sample.take_delta(max(module.stages))
     state = sample.state
     if isinstance(state, Dense):
-        return [Width(Decision("add", None), 0.0)]
+        return [Width(Decision("add", None), 0.0, 0.0)]
     mode = mode_of(state)
     decisions = [Decision("nearest", state.bits, mode=mode)]
     decisions += [Decision("promote", b) for b in PROMOTED_BITS if _is_finer(b, state.bits, mode)]
-    return [Width(d, (sample.estimate(d).error or 0.0) ** 2) for d in decisions]
+    found = []
+    for decision in decisions:
+        figures = sample.estimate(decision)
+        survival = 1.0 if figures.survival is None else figures.survival
+        found.append(Width(decision, (1 - survival) ** 2, (figures.noise or 0.0) ** 2))
+    return found
 
 
 def estimate_alternative(

@@ -1,13 +1,15 @@
 """`mlxstacks fuse --target-kl`: as few bytes as reach a KL from the unfused adapter.
 
 Of each module two fuses are tried in memory, alone, while all others keep their adapter unfused: at
-the module's own bits, and at the first wider ones. What they do to the next tokens is measured. Of
-yet wider bits it is estimated: KL grows with the square of a small error of the weights, and the
-size of that error is known of every width. Modules are then widened in the order of KL saved a
-byte, along the lower convex hull of each module's widths, until the sum of all reaches the target.
+the module's own bits, and at the widest. What they do to the next tokens is measured. Of the widths
+between it is interpolated: KL grows with the square of what of the trained change is missing, and
+with the square of the noise, each with a factor of the module's own, and of every width both are
+known. Modules are then widened in the order of KL saved a byte, along the lower convex hull of each
+module's widths.
 
-The sum takes errors of modules for independent, so what was chosen is measured as a whole, and the
-target of the sum is corrected by what came, a few times.
+The sum takes modules for independent. They are not, above all where much of the adapter is missing,
+so how far to go is found by measuring whole choices: the first where the sum reaches the target,
+then halving the range that is left.
 """
 
 from collections import Counter
@@ -20,7 +22,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
+from scipy.optimize import nnls
 
 from mlxstacks.agreement import Passage, Reference, agree, refer
 from mlxstacks.files.checkpoint import open_checkpoint
@@ -36,8 +40,8 @@ from mlxstacks.study.document import Block, Plot, Series, Table
 
 # Tokens that a module is tried on; the choice as a whole is measured on all.
 _TRIED_POSITIONS = 400
-_MOST_ROUNDS = 4
-# A choice that is this much better than asked is tried for fewer bytes.
+_MOST_ROUNDS = 8
+# A choice that is closer than this to the target is not improved.
 _GOOD_ENOUGH = 0.8
 _PLOTTED = 60
 Advance = Callable[..., None]
@@ -179,20 +183,23 @@ def _bases(model: nn.Module, modules: Sequence[Module]) -> Iterator[Swap]:
 def _options(
     module: Module, model: nn.Module, reference: Reference, make: _Maker, swap: Swap
 ) -> list[Option]:
-    """The module at each width, KL measured at the first two and estimated from there on."""
-    found: list[Option] = []
-    measured: tuple[float, float] | None = None  # squared error, KL
-    for place, width in enumerate(widths(module)):
-        nbytes = tensor_bytes(module, width.decision)
-        if place < 2:
-            with swap(module, make(module, width.decision)):
-                kl = float(agree(model, reference).kl.mean(dtype="float64"))
-            measured = width.squared_error, kl
-        else:
-            assert measured is not None
-            kl = measured[1] * width.squared_error / measured[0] if measured[0] else 0.0
-        found.append(Option(width.decision, nbytes, kl))
-    return found
+    """The module at each width; KL measured at the first and the last, and fitted to both."""
+    found = widths(module)
+    ends = [found[0], found[-1]][: len(found)]
+    kls = []
+    for width in ends:
+        with swap(module, make(module, width.decision)):
+            kls.append(float(agree(model, reference).kl.mean(dtype="float64")))
+    # Not below zero, so that a wider one is never worse, whatever a few tokens say.
+    factors, _ = nnls(np.array([(width.lost, width.noise) for width in ends]), np.array(kls))
+    return [
+        Option(
+            width.decision,
+            tensor_bytes(module, width.decision),
+            float(factors @ (width.lost, width.noise)),
+        )
+        for width in found
+    ]
 
 
 def _search(
@@ -202,35 +209,29 @@ def _search(
 ) -> Allocation:
     path = list(_choices(tables))
     sums = [(sum(o.nbytes for o in c.values()), sum(o.kl for o in c.values())) for c in path]
-    aim, best = target, None
-    rounds: list[tuple[int, float]] = []
-    low, high = 0, len(path) - 1  # places on the path that are known to miss, and to be in reach
-    for _ in range(_MOST_ROUNDS):
-        place = next((i for i, (_, kl) in enumerate(sums) if kl <= aim), len(path) - 1)
-        place = min(max(place, low), high)
-        if any(done[0] == place for done in rounds):
-            break
-        kl = measure(path[place])
-        rounds.append((place, kl))
-        if kl <= target:
-            best, high = (place, kl), place - 1
-            if kl >= _GOOD_ENOUGH * target or place == 0:
-                break
-        else:
+    widest = len(path) - 1
+    rounds: dict[int, float] = {}
+    low, high = 0, widest  # the cheapest that reaches the target is among these
+    place = next((i for i, (_, kl) in enumerate(sums) if kl <= target), widest)
+    while len(rounds) < _MOST_ROUNDS:
+        rounds[place] = kl = measure(path[place])
+        if kl > target:
             low = place + 1
-            if place == len(path) - 1:
+        else:
+            high = place
+            if kl >= _GOOD_ENOUGH * target:
                 break
-        if low > high:
+        if low >= high and (low > widest or high in rounds):
             break
-        aim = target * sums[place][1] / kl if kl else target
-    if best is None:
-        last = len(path) - 1
-        known = dict(rounds)
-        best = last, known[last] if last in known else measure(path[last])
-        if last not in known:
-            rounds.append(best)
-    tries = tuple((*sums[place], kl) for place, kl in rounds)
-    return Allocation(path[best[0]], sums[best[0]][1], best[1], tries, tuple(sums))
+        place = min(high, (low + high) // 2)
+        if place in rounds:
+            break
+    reached = [place for place, kl in rounds.items() if kl <= target]
+    best = min(reached) if reached else widest
+    if best not in rounds:
+        rounds[best] = measure(path[best])
+    tries = tuple((*sums[place], kl) for place, kl in rounds.items())
+    return Allocation(path[best], sums[best][1], rounds[best], tries, tuple(sums))
 
 
 def _choices(tables: Mapping[str, list[Option]]) -> Iterator[dict[str, Option]]:

@@ -78,8 +78,9 @@ def test_what_is_taken_was_measured_to_reach_the_target_or_is_the_widest(
     if found.measured > target:
         assert total(found.options) == widest
     cheapest = next((s for s in found.path if factor * s[1] <= target), widest)
-    if len(found.rounds) > 1 and found.measured <= target:
-        assert found.measured <= factor * cheapest[1] + 1e-9
+    if found.measured <= target:  # as cheap as can be, or next to the target
+        near = found.measured >= allocation_module._GOOD_ENOUGH * target
+        assert near or total(found.options) == cheapest
     assert found.measured == factor * total(found.options)[1]
 
 
