@@ -13,7 +13,7 @@ from mlxstacks.fuse.fidelity import Sums, dot
 from mlxstacks.ops import float_grids
 from mlxstacks.ops.affine import Array, dequantize, pack, round_to, unpack
 from mlxstacks.ops.float_grids import FloatGroups
-from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize, shift
+from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
 GROUPS_AT_ONCE = 2048
@@ -134,9 +134,6 @@ def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:
             values = dequantize(state.codes, state.scales, state.biases, state.dtype)
         plain = Dense(values, state.dtype)
         return _add(plain, stage), plain
-    if decision.policy == "shift":
-        assert isinstance(state, Groups)
-        return shift(state, Change(stage.delta)), None
     uniform = None
     if decision.policy == "stochastic":
         assert stage.generator is not None

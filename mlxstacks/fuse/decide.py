@@ -118,33 +118,11 @@ def _decide_stage(
         if _is_finer(wanted, bits, mode):
             return Decision("promote", wanted)
         return Decision("nearest", wanted, mode=mode)
-    if settings.requant == "shift":
-        if mode != "affine":
-            raise InputError(
-                f"{module.path} is {mode}, which has no biases; shift is for affine grids"
-            )
-        return Decision("shift", bits)
     if settings.requant == "auto":
-        if mode == "affine" and is_pooled(module, stage):
-            found = sample.estimate(moved := Decision("shift", bits))
-            tried["shift"] = found
-            if found.correlation is None or found.correlation >= settings.target_correlation:
-                return moved
         nearest = Decision("nearest", bits, mode=mode)
         if _nearest_is_enough(module, stage, settings, sample, choice, full_pass):
             return nearest
     return promotion(sample, settings.target_correlation, tried)
-
-
-def is_pooled(module: Module, stage: int) -> bool:
-    """Whether a stage's delta is one number a quantization group (`train --merge-ready pooled`)."""
-    match, size = module.stages[stage], module.stored.group_size
-    if size is None or match.kind == "embedding" or match.module.magnitude is not None:
-        return False
-    a = match.module.lora_a
-    rows = a if match.kind == "switch" else a.T  # (..., R, K)
-    groups = rows.reshape(*rows.shape[:-1], -1, size)
-    return bool((groups == groups[..., :1]).all())
 
 
 def _is_finer(wanted: int, bits: int, mode: str) -> bool:
@@ -157,7 +135,7 @@ def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None, mo
         return
     if policy == "promote" and _is_finer(wanted, bits, mode):
         return
-    if policy in ("keep", "nearest", "stochastic", "shift") and wanted == bits:
+    if policy in ("keep", "nearest", "stochastic") and wanted == bits:
         return
     raise InputError(
         f"bits asks {wanted} for {path}, which has {bits}; requant {policy} allows "

@@ -12,9 +12,7 @@ from mlxstacks.files.settings import (
 )
 from mlxstacks.settings import Settings
 
-PolicyName = Literal[
-    "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize"
-]
+PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]
 
 
 class FuseSettings(Settings):
@@ -35,7 +33,6 @@ class FuseSettings(Settings):
         "auto",
         description="How the delta enters quantized weights. refit: as mlx_lm.fuse does. keep: "
         "move codes only. nearest: per group the better of both. stochastic: keep, unbiased. "
-        "shift: move biases by the mean of each group, for `train --merge-ready pooled`. "
         "promote: more bits, at most 8. dequantize: no quantization. auto: nearest where that "
         "keeps the adapter, else promote; a module that 8 bits are too few for is written at 8 and "
         "named, with what would keep more.",

@@ -8,7 +8,6 @@ returns new groups. The target is `X = W + delta` in float32, with `W = scale * 
     nearest     per group keep or refit, whichever is closer to X in squared error
     promote     more bits: the old grid is a subset of the new one; or a fresh grid where closer
     stochastic  keep with unbiased rounding
-    shift       codes and scales stay; a bias moves by the mean of its group's delta
 
 Laws (tests/ops/test_policies.py): at zero delta keep, nearest and stochastic return the very groups
 they were given, and promote groups of the same values; nearest is in no group farther from X than
@@ -129,19 +128,6 @@ def stochastic(groups: Groups, change: Change) -> Groups:
     np.floor(steps, out=steps)
     np.add(steps, groups.codes, out=steps)
     return _with_codes(groups, clip_codes(steps, groups.bits))
-
-
-def shift(groups: Groups, change: Change) -> Groups:
-    """Move biases by the mean delta of their group: all of a delta that is one number a group.
-
-    Law: such a delta is in the result but for the rounding of the biases' dtype.
-    """
-    _same_bits(groups, change, "shift")
-    means = change.delta
-    while means.shape[1] > 1:  # halving: the mean of equal numbers is that number
-        means = (means[:, 0::2] + means[:, 1::2]) * np.float32(0.5)
-    biases = round_to(groups.biases + means[:, 0], groups.dtype)
-    return Groups(groups.codes, groups.scales, biases, groups.bits, groups.dtype)
 
 
 def nearest(groups: Groups, change: Change) -> Groups:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +121,12 @@ def train(
     seed: int = 0,
     on_validation: Callable[[TrainingState, Record], None] | None = None,
     on_step: Callable[[TrainingState, Record], None] | None = None,
-    of_gradients: Callable[[Any], Any] | None = None,
 ) -> TrainingState:
     """Run `settings.steps` steps, less those in `state`, on the trainable parameters.
 
     batches_at: the batches of step 0, 1, ...; several add up to the step of one large batch.
     on_step: called after each step, and its evaluation, with the step's `loss`, what the loss
         reports with it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
-    of_gradients: what is done to a step's gradients, before they are clipped.
     With a `group` every process calls this with the same arguments and ends with the same weights.
     The model ends with its last weights; `restore_best` puts the best ones there.
 
@@ -142,10 +140,7 @@ def train(
     while state.step < settings.steps and state.stopped is None:
         start = time.perf_counter()
         batches = batches_at(state.step)
-        found = gradients(batches, seed, state.step)
-        if of_gradients is not None:
-            found = replace(found, gradients=of_gradients(found.gradients))
-        record = _take_step(model, found, settings, state)
+        record = _take_step(model, gradients(batches, seed, state.step), settings, state)
         record["tokens"] = float(sum(batch.tokens.size for batch in batches))
         record["seconds"] = time.perf_counter() - start
         last = state.step == settings.steps

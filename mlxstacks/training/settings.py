@@ -95,11 +95,6 @@ class TrainSettings(Settings):
         "each expert; `adapter convert --experts stacked` stores it once.",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="On the input of a LoRA, in training.")
-    merge_ready: Literal["pooled"] | None = Field(
-        None,
-        description="Train what a fuse at the same bits keeps. pooled: one number a quantization "
-        "group, which moves biases alone (QA-LoRA); fuse takes it by `--requant shift`.",
-    )
     iters: int | None = Field(
         None,
         ge=1,

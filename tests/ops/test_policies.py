@@ -243,16 +243,3 @@ def test_impossible_requests_are_refused() -> None:
         requantize(groups, Change(delta), "stochastic")
     with pytest.raises(ValueError, match="allowed are"):
         requantize(groups, Change(delta), "round")
-
-
-@given(grids, seeds, sizes)
-def test_shift_holds_a_delta_of_one_number_a_group(grid: Grid, seed: int, size: float) -> None:
-    """But for the rounding of the biases' dtype; codes and scales stay."""
-    groups = random_groups(grid, seed)
-    delta = np.repeat(random_delta(groups, size, seed)[:, :1], grid.group_size, axis=1)
-    moved = policies.shift(groups, Change(delta))
-    np.testing.assert_array_equal(moved.codes, groups.codes)
-    np.testing.assert_array_equal(moved.scales, groups.scales)
-    wanted = affine.round_to(groups.biases + delta[:, 0], grid.dtype)
-    np.testing.assert_array_equal(moved.biases, wanted)
-    assert_same_groups(policies.shift(groups, Change(np.zeros_like(delta))), groups)

@@ -68,7 +68,6 @@ from mlxstacks.training.loop import (
     trainable_weights,
 )
 from mlxstacks.training.modes import evaluating, set_training_modes
-from mlxstacks.training.pooled import pooled
 from mlxstacks.training.settings import SnapshotSettings, TrainSettings
 from mlxstacks.training.step import (
     cross_entropy_loss,
@@ -440,7 +439,6 @@ class _TrainRun:
                 self.model, loss, self._batches_at, setup.optimizer, state,
                 validation=validation, group=self.group, compiled=compiles(settings.compile_step),
                 seed=settings.seed, on_validation=self._on_validation, on_step=self._on_step,
-                of_gradients=pooled(setup.pooled_groups) if setup.pooled_groups else None,
             )  # fmt: skip
         except NonFiniteError as error:
             self._save(state)

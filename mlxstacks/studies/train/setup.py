@@ -34,7 +34,6 @@ from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.modes import prepare_base
-from mlxstacks.training.pooled import group_sizes, pooled
 from mlxstacks.training.settings import OptimizerSettings, TrainSettings
 
 # Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
@@ -59,7 +58,6 @@ class TrainSetup:
     data: dict[str, Any]
     plan: BatchPlan
     optimizer: OptimizerSettings
-    pooled_groups: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -118,10 +116,6 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         attach_lora(model, targets, lora, mx.random.key(settings.seed))
     except ValueError as error:
         raise InputError(str(error)) from error
-    sizes = {}
-    if settings.merge_ready == "pooled":
-        sizes = group_sizes(checkpoint, [target.path for target in targets])
-        model.update(pooled(sizes, gain=True)(model.trainable_parameters()))
     train, validation, data = read_data(settings, tokenizer, notes)
     lengths = tuple(len(row.tokens) for row in train.rows)
     widths = choose_widths(lengths, settings.max_seq_length)
@@ -129,7 +123,7 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     return TrainSetup(
         model, checkpoint.directory, fingerprint(checkpoint, recorded), in_float32, lora, targets,
         train, validation, data, plan,
-        optimizer_settings(settings, plan.batches_per_epoch, notes), sizes, notes,
+        optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
 
 
