@@ -1,7 +1,7 @@
 """What a merge loses, by how the adapter was trained: LoRA with refit and auto, pooled, grid.
 
     python -m benchmarks.merge_ready --save-path DIR              # nano at 3 and 4 bits
-    python -m benchmarks.merge_ready --save-path DIR --model MODEL --data DATA --bits 4 \\
+    python -m benchmarks.merge_ready --save-path DIR --model MODEL --data FILE --bits 4 \\
         --keys q_proj down_proj --seeds 0
 
 Every arm trains as many steps of `mlxstacks train` with the same options and data, but for
@@ -51,6 +51,8 @@ def measure(settings: TrainSettings, how: str, max_rows: int) -> list[dict[str, 
     adapter = Path(str(settings.save_path))
     check = settings.model_copy(update={"save_path": str(adapter) + ".none", "merge_ready": None})
     rows = set_up(check).validation_rows[:max_rows]
+    if not rows:
+        raise SystemExit(f"{settings.data}: no rows to validate with; give a file, or valid.jsonl")
     passages = [Passage(r.tokens, int(np.argmax(np.array(r.weights) > 0)), "text") for r in rows]
     unfused = loaded(str(settings.model), adapter)
     reference = refer(unfused, passages)

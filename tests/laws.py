@@ -28,6 +28,13 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "fuse/test_fuse_parity.py::test_refit_is_mlx_lm_fuse_to_the_bit",
             "fuse/test_float_modes.py::test_refit_is_mlx_lm_fuse_to_the_bit",
         ),
+        "An adapter of `--merge-ready grid` evaluates in training as its fuse does, to the bit.": (
+            "layers/test_merge_ready.py::test_grid_fuses_to_the_bit",
+        ),
+        "A fuse of one of `--merge-ready pooled` changes biases only, by what they round to.": (
+            "layers/test_merge_ready.py::test_pooled_is_what_mlx_lm_loads_and_fuses_by_biases",
+            "ops/test_policies.py::test_shift_is_off_by_the_rounding_of_a_bias_at_most",
+        ),
         "A kernel and NumPy give the same bytes at zero delta.": (
             "fuse/test_fuse_kernels.py::test_zero_delta_is_that_of_numpy",
         ),

@@ -43,8 +43,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(model: Path, data: Path, target: Path, how: str, base: str) -> Any:
-    options = {"keys": KEYS, "dropout": 0.0, "base": base, "merge_ready": how, "keep": "last", "iters": 2}
-    return run(settings_for(model, data, target, **options))
+    options = {"keys": KEYS, "dropout": 0.0, "base": base, "merge_ready": how, "iters": 2}
+    return run(settings_for(model, data, target, keep="last", **options))
 
 
 def fused(model: Path, adapter: Path, base: str, **options: Any) -> tuple[Any, Any]:
