@@ -32,6 +32,13 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "files/test_adapters.py::test_a_streamed_adapter_is_the_one_in_memory",
             "files/test_adapters.py::test_a_streamed_adapter_holds_one_module_at_a_time",
         ),
+        "An adapter of `--merge-ready grid` evaluates in training as its fuse does, to the bit.": (
+            "layers/test_merge_ready.py::test_grid_fuses_to_the_bit",
+        ),
+        "A fuse of one of `--merge-ready pooled` changes biases only, by what they round to.": (
+            "layers/test_merge_ready.py::test_pooled_is_what_mlx_lm_loads_and_fuses_by_biases",
+            "ops/test_policies.py::test_shift_is_off_by_the_rounding_of_a_bias_at_most",
+        ),
         "A kernel and NumPy give the same bytes at zero delta.": (
             "fuse/test_fuse_kernels.py::test_zero_delta_is_that_of_numpy",
         ),

@@ -32,6 +32,8 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 # Our own key, in adapter_config.json or in the safetensors metadata: fingerprint of the base.
 FINGERPRINT_KEY = "mlxstacks_base_fingerprint"
+# Our own key in adapter_config.json: "pooled" or "grid", how the adapter was trained for its fuse.
+MERGE_READY_KEY = "mlxstacks_merge_ready"
 
 # One module of a huge rank would have all others padded to it: zeros may be so many times the
 # numbers that were stored, and so many more.

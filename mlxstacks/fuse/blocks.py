@@ -13,7 +13,7 @@ from mlxstacks.fuse.fidelity import Sums, dot
 from mlxstacks.ops import float_grids
 from mlxstacks.ops.affine import Array, dequantize, pack, round_to, unpack
 from mlxstacks.ops.float_grids import FloatGroups
-from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize
+from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize, shift
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
 GROUPS_AT_ONCE = 2048
@@ -23,8 +23,8 @@ GROUPS_AT_ONCE = 2048
 class Decision:
     """What happens to a module in one stage.
 
-    policy: a name of `ops.policies.POLICIES`, or "dequantize", or "add" for modules without
-    quantization. bits: width afterwards, None when the module is not quantized afterwards; mode:
+    policy: a name of `ops.policies.POLICIES`, "shift" or "dequantize", or "add" for modules
+    without quantization. bits: width afterwards, None when the module is not quantized then; mode:
     its grid then. on_device: refit by the default device's own mx.quantize.
     """
 
@@ -148,6 +148,8 @@ def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:
             nothing = replace(change, delta=np.zeros_like(stage.delta))
             at_zero = float_grids.requantize(state, nothing, "promote")
         return fused, at_zero
+    if decision.policy == "shift":
+        return shift(state, change), None
     return requantize(state, change, decision.policy), None
 
 

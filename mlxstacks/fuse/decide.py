@@ -27,7 +27,7 @@ from mlxstacks.fuse.module import Module, check_delta
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
 from mlxstacks.ops.float_grids import FloatGroups
-from mlxstacks.ops.policies import PROMOTED_BITS
+from mlxstacks.ops.policies import PROMOTED_BITS, Groups
 
 _SAMPLE_WEIGHTS = 1 << 19
 _ALTERNATIVE_WEIGHTS = 1 << 17  # for a remark in the verdict, two digits are enough
@@ -108,6 +108,16 @@ def _decide_stage(
     tried = choice.tried[stage]
     if settings.requant == "refit":
         return Decision("refit", wanted or bits, settings.device_parity, mode)
+    if settings.requant == "shift":
+        if problem := _cannot_shift(module, stage, sample.state):
+            raise InputError(problem)
+        return Decision("shift", bits)
+    if settings.requant == "auto" and wanted is None:
+        mark = module.merge_ready.get(stage)
+        if mark == "grid":
+            return Decision("keep", bits, mode=mode)
+        if mark == "pooled" and _cannot_shift(module, stage, sample.state) is None:
+            return Decision("shift", bits)
     if settings.requant in ("keep", "stochastic"):
         return Decision(settings.requant, bits, mode=mode)
     if settings.requant == "nearest" or (settings.requant == "auto" and wanted == bits):
@@ -125,6 +135,25 @@ def _decide_stage(
     return promotion(sample, settings.target_correlation, tried)
 
 
+def _cannot_shift(module: Module, stage: int, state: Groups | FloatGroups) -> str | None:
+    """Why biases alone cannot take the delta of a stage, or None."""
+    match, remedy = module.stages[stage], "take requant auto"
+    if isinstance(state, FloatGroups):
+        return f"{module.path} is {mode_of(state)}, which has no biases to shift; {remedy}"
+    width = state.codes.shape[1]
+    a = match.module.lora_b.T if match.kind == "embedding" else match.module.lora_a
+    a = np.moveaxis(a, -1 if match.kind == "switch" else 0, -1)  # (..., K)
+    groups = a.reshape(*a.shape[:-1], -1, width)
+    if match.module.magnitude is None and np.array_equal(
+        groups, np.broadcast_to(groups[..., :1], groups.shape)
+    ):
+        return None
+    return (
+        f"{module.path}: the delta differs inside of groups of {width} weights, and requant shift "
+        f"moves biases only; it is for adapters of train --merge-ready pooled; {remedy}"
+    )
+
+
 def _is_finer(wanted: int, bits: int, mode: str) -> bool:
     """Whether an affine grid of `wanted` bits is finer than what is there."""
     return wanted > bits or (mode == "mxfp8" and wanted == bits)
@@ -135,7 +164,7 @@ def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None, mo
         return
     if policy == "promote" and _is_finer(wanted, bits, mode):
         return
-    if policy in ("keep", "nearest", "stochastic") and wanted == bits:
+    if policy in ("keep", "nearest", "stochastic", "shift") and wanted == bits:
         return
     raise InputError(
         f"bits asks {wanted} for {path}, which has {bits}; requant {policy} allows "

@@ -12,7 +12,7 @@ import numpy as np
 from mlxstacks.errors import AdapterError, CheckpointError, InputError
 from mlxstacks.files.adapters import Match, load_any_adapter, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint, read_json_object
-from mlxstacks.files.lora_modules import Adapter, outside_config
+from mlxstacks.files.lora_modules import MERGE_READY_KEY, Adapter, outside_config
 from mlxstacks.files.manifest import binding_notes
 from mlxstacks.files.shards import TensorInfo, read_rows
 from mlxstacks.files.stored_weight import StoredWeight
@@ -44,11 +44,13 @@ class Module:
     """A module that at least one adapter changes.
 
     stages: index of the stage -> the adapter's match; a stage without this module is absent.
+    merge_ready: stage -> "pooled" or "grid", of adapters that were trained so.
     """
 
     path: str
     stored: StoredWeight
     stages: dict[int, Match]
+    merge_ready: dict[int, str] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -339,10 +341,13 @@ def gather_modules(
         that matches nothing.
     """
     stages: dict[str, dict[int, Match]] = {}
+    marks: dict[int, str] = {}
     notes = _history_note(checkpoint)
     for stage, path in enumerate(settings.adapter_path):
         adapter = load_any_adapter(path, settings.peft_layout, checkpoint, dora=True, stream=True)
         matches = match_adapter(adapter, checkpoint, allow_base=settings.allow_base)
+        if isinstance(mark := adapter.config.get(MERGE_READY_KEY), str):
+            marks[stage] = mark
         notes += _base_note(path, adapter, matches, str(settings.model))
         if outside := outside_config(adapter):
             notes.append(
@@ -360,7 +365,8 @@ def gather_modules(
             )
     order = {name: index for index, name in enumerate(checkpoint.tensors)}
     modules = [
-        Module(path, by_stage[min(by_stage)].stored, by_stage) for path, by_stage in stages.items()
+        Module(path, by_stage[min(by_stage)].stored, by_stage, marks)
+        for path, by_stage in stages.items()
     ]
     return sorted(modules, key=lambda module: order[module.stored.weight.name]), notes
 

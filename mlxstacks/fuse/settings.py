@@ -12,7 +12,9 @@ from mlxstacks.files.settings import (
 )
 from mlxstacks.settings import Settings
 
-PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]
+PolicyName = Literal[
+    "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize"
+]
 
 
 class FuseSettings(Settings):
@@ -33,9 +35,11 @@ class FuseSettings(Settings):
         "auto",
         description="How the delta enters quantized weights. refit: as mlx_lm.fuse does. keep: "
         "move codes only. nearest: per group the better of both. stochastic: keep, unbiased. "
+        "shift: move biases only, for adapters trained with merge_ready pooled. "
         "promote: more bits, at most 8. dequantize: no quantization. auto: nearest where that "
         "keeps the adapter, else promote; a module that 8 bits are too few for is written at 8 and "
-        "named, with what would keep more.",
+        "named, with what would keep more. "
+        "Adapters trained with merge_ready: shift (pooled), keep (grid).",
     )
     zero_delta: bool = Field(
         False,

@@ -9,7 +9,7 @@
 What does not fit is found before the model is touched.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -26,16 +26,24 @@ from mlxstacks.layers.targets import Target, check_targets, stack_size
 
 
 def attach_lora(
-    model: nn.Module, targets: Sequence[Target], settings: LoRASettings, key: mx.array
+    model: nn.Module,
+    targets: Sequence[Target],
+    settings: LoRASettings,
+    key: mx.array,
+    layer_of: Callable[[Target, LoRASettings, mx.array], AdaptedLayer] | None = None,
 ) -> None:
     """Wrap the targets with LoRA and freeze all else. A new adapter changes no output.
 
+    layer_of: makes the layer of a target; None: `lora_layer`.
     Raises: ValueError as `check_targets`; the model then is as it was.
     """
     check_targets(targets, settings.rank)
     model.freeze()
     keys = mx.random.split(key, max(1, len(targets)))
-    layers = [lora_layer(t.module, settings, k, t.path) for t, k in zip(targets, keys, strict=True)]
+    make = layer_of or (
+        lambda target, settings, key: lora_layer(target.module, settings, key, target.path)
+    )
+    layers = [make(t, settings, k) for t, k in zip(targets, keys, strict=True)]
     _replace(model, {t.path: layer for t, layer in zip(targets, layers, strict=True)})
 
 

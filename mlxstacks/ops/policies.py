@@ -8,11 +8,12 @@ returns new groups. The target is `X = W + delta` in float32, with `W = scale * 
     nearest     per group keep or refit, whichever is closer to X in squared error
     promote     more bits: the old grid is a subset of the new one; or a fresh grid where closer
     stochastic  keep with unbiased rounding
+    shift       codes and scales stay; a bias moves by the mean of its group's delta
 
-Laws (tests/ops/test_policies.py): at zero delta keep, nearest and stochastic return the very groups
-they were given, and promote groups of the same values; nearest is in no group farther from X than
-keep or refit; a second refit at zero delta of groups that mx.quantize made changes nothing (bits
-<= 6, or 8 with F16 or F32).
+Laws (tests/ops/test_policies.py): at zero delta keep, nearest, stochastic and shift return the very
+groups they were given, and promote groups of the same values; nearest is in no group farther from
+X than keep or refit; a second refit at zero delta of groups that mx.quantize made changes nothing
+(bits <= 6, or 8 with F16 or F32).
 """
 
 from collections.abc import Callable
@@ -153,6 +154,19 @@ def promote(groups: Groups, change: Change) -> Groups:
     finer = Groups(codes.astype(np.uint8), scales, groups.biases, bits, groups.dtype)
     target = _target(groups, change.delta)
     return _closer(finer, _fresh_grid(target, bits, groups.dtype), target)
+
+
+def shift(groups: Groups, change: Change) -> Groups:
+    """Codes and scales stay; a group's bias moves by the mean of its delta. Not in `POLICIES`: it
+    is for deltas that are the same for all of a group.
+
+    Law: for those, every value is off W + delta by the rounding of its bias at most.
+    """
+    _same_bits(groups, change, "shift")
+    means = change.delta.mean(axis=1, dtype=np.float64)
+    moved = np.where(means == 0, groups.biases, groups.biases + means)  # -0.0 + 0.0 is 0.0
+    biases = round_to(moved.astype(np.float32), groups.dtype)
+    return Groups(groups.codes, groups.scales, biases, groups.bits, groups.dtype)
 
 
 POLICIES: dict[str, Callable[[Groups, Change], Groups]] = {

@@ -95,6 +95,13 @@ class TrainSettings(Settings):
         "each expert; `adapter convert --experts stacked` stores it once.",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="On the input of a LoRA, in training.")
+    merge_ready: Literal["pooled", "grid"] | None = Field(
+        None,
+        description="Train what a fuse puts into a quantized base without loss. pooled: A acts on "
+        "sums over quantization groups, and a fuse moves biases only. grid: the base is rounded on "
+        "its own grid with the delta in it, in training as in the fuse; it needs the memory of "
+        "every adapted weight in float32.",
+    )
     iters: int | None = Field(
         None,
         ge=1,
@@ -167,6 +174,13 @@ class TrainSettings(Settings):
     def _check(self) -> Self:
         if self.layers != "all" and self.num_layers is not None:
             raise ValueError("give layers or num_layers, not both")
+        if self.merge_ready is not None and self.shared_outer:
+            raise ValueError("merge_ready and shared_outer do not go together: leave one out")
+        if self.merge_ready == "grid" and self.dropout:
+            raise ValueError(
+                f"dropout {self.dropout:g} is of a LoRA's own input, which merge_ready grid does "
+                "not have: leave dropout out, or take merge_ready pooled"
+            )
         if self.val_batches == 0:
             raise ValueError(
                 "val_batches is 0; give a number, -1 for all, or data without valid.jsonl"

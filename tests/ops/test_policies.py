@@ -14,6 +14,7 @@ from mlxstacks.ops.policies import (
     Groups,
     refit_and_control,
     requantize,
+    shift,
 )
 from tests.cases import GRIDS, MX_DTYPES, Grid
 
@@ -243,3 +244,17 @@ def test_impossible_requests_are_refused() -> None:
         requantize(groups, Change(delta), "stochastic")
     with pytest.raises(ValueError, match="allowed are"):
         requantize(groups, Change(delta), "round")
+
+
+@given(grids, sizes, seeds)
+def test_shift_is_off_by_the_rounding_of_a_bias_at_most(grid: Grid, size: float, seed: int) -> None:
+    """A delta that is the same for all of a group; codes and scales are the very ones."""
+    groups = random_groups(grid, seed)
+    delta = np.repeat(random_delta(groups, size, seed)[:, :1], grid.group_size, axis=1)
+    after = shift(groups, Change(delta))
+    np.testing.assert_array_equal(after.codes, groups.codes)
+    np.testing.assert_array_equal(after.scales, groups.scales)
+    wanted = groups.biases.astype(np.float64) + delta[:, 0]
+    ulp = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24}[grid.dtype]
+    assert np.all(np.abs(after.biases - wanted) <= ulp * np.abs(wanted) * 1.001 + 2.0**-25)
+    assert_same_groups(shift(groups, Change(np.zeros_like(delta))), groups)

@@ -24,7 +24,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from scipy.optimize import nnls
 
 from mlxstacks.agreement import Passage, Reference, agree, refer
 from mlxstacks.files.checkpoint import open_checkpoint
@@ -184,6 +183,8 @@ def _options(
     module: Module, model: nn.Module, reference: Reference, make: _Maker, swap: Swap
 ) -> list[Option]:
     """The module at each width; KL measured at the first and the last, and fitted to both."""
+    from scipy.optimize import nnls
+
     found = widths(module)
     ends = [found[0], found[-1]][: len(found)]
     kls = []

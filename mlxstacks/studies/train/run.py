@@ -26,10 +26,11 @@ from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import mlx_write_errors, user_path
-from mlxstacks.files.lora_modules import CONFIG, LoraModule, mlx_config
+from mlxstacks.files.lora_modules import CONFIG, MERGE_READY_KEY, LoraModule, mlx_config
 from mlxstacks.files.outputs import check_target, entries, staged_directory, write_json
 from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.layers.attach import lora_tensors
+from mlxstacks.layers.merge_ready import as_stored
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import (
@@ -38,6 +39,7 @@ from mlxstacks.studies.train.setup import (
     guarded,
     set_up,
     steps_of,
+    trained_parameters,
 )
 from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table
 from mlxstacks.study.provenance import MOST_BYTES
@@ -138,6 +140,8 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
     """What a run would do. settings: as they were asked for, without a change of the guard's."""
     setup, plan = guarded_run.setup, guarded_run.setup.plan
     trained_bytes = 4 * setup.parameters
+    # as stored: a pooled A is repeated over its groups
+    adapter_bytes = 4 * trained_parameters(setup.targets, setup.lora.rank)
     details = {
         "base_fingerprint": setup.base_fingerprint,
         "base_in_float32": setup.float32_base,
@@ -145,7 +149,7 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
         "modules": len(setup.targets),
         "layers": sorted({target.layer for target in setup.targets}),
         "trained_parameters": setup.parameters,
-        "adapter_bytes": trained_bytes,
+        "adapter_bytes": adapter_bytes,
         # Adam keeps two numbers for each that is trained.
         "optimizer_bytes": 2 * trained_bytes,
         "train_rows": len(setup.train.rows),
@@ -514,6 +518,7 @@ class _TrainRun:
         ordered = dict(sorted(lora_tensors(self.model, tensors).items()))
         if tensors.keys() != ordered.keys():
             raise AssertionError("what trains is not what an adapter holds")
+        ordered = dict(sorted(as_stored(self.model, ordered).items()))
         with mlx_write_errors(directory / WEIGHTS):
             base_model.save_arrays(directory / WEIGHTS, ordered)
         # Shapes are all that the config needs; a copy of the numbers can be gigabytes.
@@ -526,6 +531,8 @@ class _TrainRun:
             for t in self.setup.targets
         }  # fmt: skip
         config = mlx_config(modules, self.settings.model, self.setup.base_fingerprint)
+        if self.settings.merge_ready is not None:
+            config[MERGE_READY_KEY] = self.settings.merge_ready
         write_json(directory / CONFIG, config)
 
     def _write_target(self, work: RunDirectory, result: Result) -> Result:

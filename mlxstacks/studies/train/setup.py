@@ -28,11 +28,14 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.lora_modules import outer_half
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
+from mlxstacks.layers.adapted import AdaptedLayer
 from mlxstacks.layers.attach import attach_lora
+from mlxstacks.layers.merge_ready import merge_ready_layer, missing_grids, stored_grids
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.batches import BatchPlan, choose_widths
+from mlxstacks.training.loop import trainable_weights
 from mlxstacks.training.modes import prepare_base
 from mlxstacks.training.settings import OptimizerSettings, TrainSettings
 
@@ -67,7 +70,7 @@ class TrainSetup:
     @property
     def parameters(self) -> int:
         """Trained numbers."""
-        return trained_parameters(self.targets, self.lora.rank, self.lora.shared_outer)
+        return sum(weight.size for weight in trainable_weights(self.model).values())
 
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
@@ -104,6 +107,8 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         resume=settings.resume,
     )  # fmt: skip
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
+    how = settings.merge_ready
+    grids = stored_grids(model) if how else {}
     in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     alpha = settings.scale * settings.rank
     lora = LoRASettings(
@@ -112,8 +117,25 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     )  # fmt: skip
     targets = choose_targets(model, settings)
     notes += [] if settings.keys else left_out_notes(model, targets)
+    layer_of = None
+    if how is not None:
+        if problem := missing_grids((target.path for target in targets), grids, how):
+            raise InputError(problem)
+
+        def layer_of(target: Target, lora: LoRASettings, key: mx.array) -> AdaptedLayer:
+            return merge_ready_layer(target.module, lora, key, grids[target.path], how)
+
+    if how == "grid":
+        weights = sum(
+            (t.dims.base_experts or 1) * t.dims.input_dims * t.dims.output_dims for t in targets
+        )
+        notes.append(
+            "merge_ready grid holds the rounded weights of a step in float32, "
+            f"{memory.bytes_in_words(4 * weights)}, or of one layer with grad_checkpoint; the "
+            "guard counts an ordinary LoRA."
+        )
     try:
-        attach_lora(model, targets, lora, mx.random.key(settings.seed))
+        attach_lora(model, targets, lora, mx.random.key(settings.seed), layer_of)
     except ValueError as error:
         raise InputError(str(error)) from error
     train, validation, data = read_data(settings, tokenizer, notes)
