@@ -1,7 +1,9 @@
 """What `chat` and `generate` share: the model where none is named, how answers are shown."""
 
 import contextlib
+import itertools
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -40,13 +42,44 @@ def bounded(text: str) -> str:
 
 
 def write_answer(pieces: Iterable[str]) -> None:
-    """Stream an answer to stdout as it comes; a line break ends it."""
+    """Stream an answer to stdout as it comes, on a terminal word by word; a line break ends it."""
     last = "\n"
-    for piece in pieces:
+    width = output.console().width if sys.stdout.isatty() else None
+    for piece in pieces if width is None else wrapped(pieces, width):
         output.write(piece, end="")
         last = piece[-1:] or last
     if last != "\n":
         output.write("")
+
+
+def wrapped(pieces: Iterable[str], width: int) -> Iterator[str]:
+    """Pieces with a line break instead of the blanks before a word that a line of `width` columns
+    has no room for. A word is held until it ends, or fills a line.
+
+    Law: without the breaks that were put in, and the blanks that they stand for, the same text.
+    """
+    from rich.cells import cell_len
+
+    column, blanks, word = 0, "", ""
+    for character in itertools.chain(itertools.chain.from_iterable(pieces), [""]):
+        if character.strip() and cell_len(word) < width:
+            word += character
+            continue
+        if word:
+            if column and column + cell_len(blanks + word) > width:
+                column, blanks = 0, "\n"
+            yield blanks + word
+            column += cell_len(blanks.lstrip("\n") + word)
+            blanks = word = ""
+        if character == "\n":
+            yield blanks + character
+            column, blanks = 0, ""
+        elif character.strip():
+            word = character
+        else:
+            blanks += character
+    if blanks:
+        yield blanks
 
 
 def status_line(turn: "Turn") -> str:

@@ -29,7 +29,7 @@ import click
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.output import setting
 from mlxstacks.recipe.file import recipe_names
-from mlxstacks.recipe.spellings import FLAGS, LETTERS, refusal, spellings
+from mlxstacks.recipe.spellings import COMMANDS_ELSEWHERE, FLAGS, LETTERS, refusal, spellings
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
 
 if TYPE_CHECKING:
@@ -220,6 +220,8 @@ class TableGroup(_Translating, click.Group):
         name = args[0]
         if not ctx.resilient_parsing and self.get_command(ctx, name) is None:
             known = self.list_commands(ctx)
+            if not self.prefix and name in COMMANDS_ELSEWHERE:
+                raise click.UsageError(f"no command {name!r}: {COMMANDS_ELSEWHERE[name]}", ctx)
             hint = nearest(name, known)
             raise click.UsageError(f"no command {name!r}{hint} (known: {', '.join(known)})", ctx)
         return super().resolve_command(ctx, args)

@@ -163,7 +163,10 @@ def merge_command(settings: AdapterMergeSettings) -> tuple[AdapterWritten, list[
     if not settings.adapter_path or settings.save_path is None:
         raise InputError("adapter_path and save_path are needed: what to read, where to write")
     target = user_path(settings.save_path)
-    check_target(target, force=settings.force, inputs=[*map(user_path, settings.adapter_path)])
+    given = [user_path(path) for path in settings.adapter_path]
+    if twice := [path for n, path in enumerate(given) if path.resolve() in _resolved(given[:n])]:
+        raise InputError(f"{twice[0]} is given twice; --weights makes an adapter count more")
+    check_target(target, force=settings.force, inputs=given)
     model = open_checkpoint(resolve_model(settings.model)) if settings.model else None
     adapters = [
         load_any_adapter(path, settings.peft_layout, model) for path in settings.adapter_path
@@ -181,6 +184,10 @@ def merge_command(settings: AdapterMergeSettings) -> tuple[AdapterWritten, list[
     )  # fmt: skip
     write_adapter(merged, target, settings.force)
     return _written(merged, target, "mlx", "mlx"), modules
+
+
+def _resolved(paths: list[Path]) -> set[Path]:
+    return {path.resolve() for path in paths}
 
 
 def _model(settings: _Settings) -> Checkpoint | None:

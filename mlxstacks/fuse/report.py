@@ -24,6 +24,7 @@ from mlxstacks.study.write import environment
 
 # Of modules below the target so many are named; all are in the report.
 _MOST_SHORTFALLS, _MOST_FILES = 8, 3
+_ALMOST_NONE = 0.05  # survival
 _IN_DATA = (
     "status", "model", "save_path", "zero_delta", "kernels", "base_fingerprint", "files",
     "extra_bytes", "written_bytes",
@@ -322,6 +323,8 @@ def verdict(
         if many and total is not None:
             parts.append(f"all {len(totals)} together: {_fidelity_words(total)}")
         sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
+        if (totals[-1].survival or 0) < _ALMOST_NONE:
+            sentence = f"almost none of the adapter is in the result: {sentence}"
     if below := below_target(stages, settings):
         correlation, worst = below[0]
         count = sum(len(stage.modules) for stage in stages)

@@ -122,6 +122,7 @@ NEAREST: Mapping[str, tuple[str, str]] = {
     "--warmup-ratio": ("warmup", "which counts optimizer steps"),
     "--quantization": ("bits", ""),
     "--stacks": ("store_path", ""),
+    "--file": ("prompts", "a JSONL file"),
     "--samples": ("limit", "the number of items; they are not named one by one"),
 }
 
@@ -251,6 +252,21 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--dequantize": "`mlx_lm.convert --dequantize` does that",
         "-d": "`mlx_lm.convert --dequantize` does that",
     },
+}
+
+
+# Commands of mlx-lm that have another name here, or none.
+COMMANDS_ELSEWHERE: Mapping[str, str] = {
+    "lora": "`mlxstacks train` trains one",
+    "dora": "`mlx_lm.lora --fine-tune-type dora` trains one, and `mlxstacks fuse` takes it",
+    "evaluate": "`mlxstacks eval` does that",
+    "perplexity": "`mlxstacks compare` gives KL and changes of the loss; `mlx_lm.perplexity`",
+    "server": "nothing is served here: `mlx_lm.server --model DIR` serves what fuse writes",
+    "serve": "nothing is served here: `mlx_lm.server --model DIR` serves what fuse writes",
+    "benchmark": "`mlx_lm.benchmark` times a model",
+    "upload": _UPLOAD,
+    "merge": "`mlxstacks adapter merge` merges adapters, `mlxstacks fuse` puts them into a model",
+    "quantize": "`mlxstacks convert MODEL --bits 4 --save-path DIR` does that",
 }
 
 

@@ -5,13 +5,15 @@ import json
 import logging
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
 from mlxstacks.cli import _show_warning, output
-from mlxstacks.cli.answers import write_answer
+from mlxstacks.cli.answers import wrapped, write_answer
 from mlxstacks.cli.execute import _log_to_stderr
 
 
@@ -219,3 +221,25 @@ def test_a_narrow_table_of_a_fuse_is_whole() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert [text.count(cell) for cell in row] == [1, 1, 2, 2, 2, 2, 2]
     assert [word in text for word in ("delta", "/step", "artifact")] == [True] * 3
+
+
+@given(st.text(st.sampled_from("ab \n"), max_size=60), st.integers(4, 12))
+def test_answers_break_between_words(text: str, width: int) -> None:
+    """Lines fit, words stay whole, and nothing but blanks is lost; whatever the pieces are."""
+    made = "".join(wrapped([text[:7], text[7:8], text[8:]], width))
+    assert made == "".join(wrapped(list(text), width))
+    assert made.split() == [part for word in text.split() for part in pieces_of(word, width)]
+    fitting = (line for line in made.split("\n") if line.strip())
+    assert all(len(line.rstrip()) <= width or line.startswith(" ") for line in fitting)
+    assert made.count("\n") >= text.count("\n")
+
+
+def pieces_of(word: str, width: int) -> list[str]:
+    return [word[at : at + width] for at in range(0, len(word), width)]
+
+
+def test_an_answer_reads_as_it_was_where_it_fits() -> None:
+    code = "def f(x):\n    return x\n"
+    assert "".join(wrapped([code], 40)) == code
+    lines = "".join(wrapped(["It has resilience", ", perseverance."], 20)).split("\n")
+    assert lines == ["It has resilience,", "perseverance."]

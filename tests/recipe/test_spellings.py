@@ -219,3 +219,14 @@ def test_h_is_help_everywhere(words: tuple[str, ...], command: Run) -> None:
     code, out, _ = command(*words, "-h")
     assert (code, out) == (0, command(*words, "--help")[1])
     assert out.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("lora", "`mlxstacks train`"), ("server", "`mlx_lm.server"), ("foo", "known: fuse, compare")],
+)
+def test_commands_of_mlx_lm_are_answered(name: str, said: str, command: Run) -> None:
+    code, out, err = command(name)
+    assert (code, out) == (2, "")
+    assert f"no command '{name}'" in err
+    assert said in err
