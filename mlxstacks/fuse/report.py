@@ -323,7 +323,7 @@ def verdict(
         if many and total is not None:
             parts.append(f"all {len(totals)} together: {_fidelity_words(total)}")
         sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
-        if (totals[-1].survival or 0) < _ALMOST_NONE:
+        if not many and (totals[0].survival or 0) < _ALMOST_NONE:
             sentence = f"almost none of the adapter is in the result: {sentence}"
     if below := below_target(stages, settings):
         correlation, worst = below[0]
