@@ -106,8 +106,8 @@ def allocate(
     modules, _ = gather_modules(checkpoint, settings)
     tried = _some(passages)
     near = refer(model, tried) if len(tried) < len(passages) else reference
-    with ThreadPoolExecutor(1) as pool, _bases(model, modules) as swap:
-        make = _Maker(settings, pool)
+    with ThreadPoolExecutor(1) as pool:
+        make, swap = _Maker(settings, pool), _swap_in(model)
         tables = {}
         for number, module in enumerate(modules, 1):
             tables[module.path] = _options(module, model, near, make, swap)
@@ -153,9 +153,8 @@ class _Maker:
 Swap = Callable[[Module, tuple[ModuleWork, dict[str, mx.array]]], Any]
 
 
-@contextmanager
-def _bases(model: nn.Module, modules: Sequence[Module]) -> Iterator[Swap]:
-    """A context manager for one module at a time: inside, it is fused and has no adapter."""
+def _swap_in(model: nn.Module) -> Swap:
+    """A context manager of a module: inside, it is fused and has no adapter."""
     layers = dict(model.named_modules())
     kept_names = ("weight", "scales", "biases")
     settings = ("bits", "group_size", "mode")
@@ -176,7 +175,7 @@ def _bases(model: nn.Module, modules: Sequence[Module]) -> Iterator[Swap]:
                 setattr(base, name, value)
             model.update_modules(tree_unflatten([(module.path, layer)]))
 
-    yield swap
+    return swap
 
 
 def _options(

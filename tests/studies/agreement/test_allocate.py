@@ -154,10 +154,8 @@ def test_measuring_a_module_sets_no_arrays_of_another(rows: Path) -> None:
     checkpoint = allocation_module.open_checkpoint(paths.model_path)
     modules, _ = allocation_module.gather_modules(checkpoint, settings)
     before = raw(model)
-    with (
-        allocation_module.ThreadPoolExecutor(1) as pool,
-        allocation_module._bases(model, modules) as swap,
-    ):
+    swap = allocation_module._swap_in(model)
+    with allocation_module.ThreadPoolExecutor(1) as pool:
         make = allocation_module._Maker(settings, pool)
         with swap(modules[0], make(modules[0], Decision("nearest", 3))):
             inside = raw(model)
