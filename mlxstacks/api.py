@@ -301,8 +301,8 @@ def _in_python_words(name: str) -> Iterator[None]:
         error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
-        told = in_keywords(str(error), keywords_of(name)) or "what was saved is there"
-        raise Interrupted(f"{name} was stopped: {told}; the same call goes on") from None
+        told = in_keywords(str(error), keywords_of(name)) or "nothing is lost that it had saved"
+        raise Interrupted(f"{name} was stopped: {told}; call it again") from None
 
 
 def _given(**values: Any) -> dict[str, Any]:

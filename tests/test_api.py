@@ -485,5 +485,5 @@ def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(api, "_called", interrupted)
-    with pytest.raises(Interrupted, match=r"fuse was stopped: .*; the same call goes on"):
+    with pytest.raises(Interrupted, match=r"fuse was stopped: nothing is lost .*; call it again"):
         ms.fuse(save_path="x")
