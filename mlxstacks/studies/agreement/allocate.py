@@ -87,7 +87,7 @@ def allocate(
     modules, _ = gather_modules(checkpoint, settings)
     with ThreadPoolExecutor(1) as pool:
         make, swap = Maker(settings, pool), swap_in(model)
-        options_of = sensitivity(model, modules, _some(passages), make)
+        options_of = sensitivity(model, modules, choose_passages(passages), make)
         tables = {}
         for number, module in enumerate(modules, 1):
             tables[module.path] = options_of(module)
@@ -104,7 +104,7 @@ def allocate(
         return _search(tables, settings.target_kl, measure)
 
 
-def _some(passages: Sequence[Passage]) -> list[Passage]:
+def choose_passages(passages: Sequence[Passage]) -> list[Passage]:
     """The first passages of each kind in turn, until there are tokens enough."""
     queues = [[p for p in passages if p.kind == kind] for kind in ("answer", "text")]
     chosen: list[Passage] = []

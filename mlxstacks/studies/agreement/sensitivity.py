@@ -69,7 +69,7 @@ def sensitivity(
     swap = swap_in(model)
     if any(base_model.named_switches(model)):
         return _Measured(model, passages, make, swap)
-    return _FromGradients(model, modules, passages, make, swap)
+    return FromGradients(model, modules, passages, make, swap)
 
 
 class Maker:
@@ -138,7 +138,7 @@ class _Measured:
         return [_option(module, w, float(factors @ (w.lost, w.noise))) for w in found]
 
 
-class _FromGradients:
+class FromGradients:
     """See above. Holds the inputs of all modules on all passages, and the gradients by their
     outputs, in the dtypes that the model computes in.
     """
