@@ -284,7 +284,7 @@ class _Identity(Study):
         def answer(items: Sequence[Item]) -> Sequence[Answer]:
             if of == "items":
                 return load().answer(items)
-            replies = [load().reply(item.question) for item in items]
+            replies = load().replies([item.question for item in items])
             return [
                 _judged(self.prompts[item.item_id], reply)
                 for item, reply in zip(items, replies, strict=True)

@@ -143,7 +143,7 @@ class Killed(BaseException):
 @pytest.fixture
 def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`killed_after(n)`: the n-th batch of replies or answers is the last thing that happens."""
-    answer, reply = Arm.answer, Arm.reply
+    answer, replies = Arm.answer, Arm.replies
     left = [0]
 
     def count() -> None:
@@ -155,12 +155,12 @@ def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
         count()
         return answer(self, items)
 
-    def mortal_reply(arm: Arm, prompt: str) -> str:
+    def mortal_replies(arm: Arm, prompts: Sequence[str]) -> list[str]:
         count()
-        return reply(arm, prompt)
+        return replies(arm, prompts)
 
     monkeypatch.setattr(Arm, "answer", mortal_answer)
-    monkeypatch.setattr(Arm, "reply", mortal_reply)
+    monkeypatch.setattr(Arm, "replies", mortal_replies)
     return lambda count: left.__setitem__(0, count)
 
 
