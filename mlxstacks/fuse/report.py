@@ -23,7 +23,7 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment
 
 # Of modules below the target so many are named; all are in the report.
-_MOST_SHORTFALLS, _MOST_FILES = 8, 3
+_MOST_SHORTFALLS, _MOST_FILES = 3, 3
 _ALMOST_NONE = 0.05  # survival
 _IN_DATA = (
     "status", "model", "save_path", "zero_delta", "kernels", "base_fingerprint", "files",
@@ -650,9 +650,9 @@ def _files(report: FuseReport) -> tuple[str, str]:
             if file.reason not in (None, "hidden")
         ],
     }
-    carried = [f"{'Would carry' if is_planned else 'Carried'} {len(names)} side files"]
+    carried = [f"Other files {'to carry' if is_planned else 'carried'} along: {len(names)}"]
     carried += [f"{what}: {listed(files, _MOST_FILES)}" for what, files in parts.items() if files]
     return (
-        f"Shards: {shards}; {written}{' to write' if is_planned else ' written'}.",
+        f"Weight files: {shards}; {written}{' to write' if is_planned else ' written'}.",
         "; ".join(carried) + ".",
     )

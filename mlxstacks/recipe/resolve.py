@@ -384,7 +384,7 @@ def naming_nano(name: str, resolved: Resolved) -> Iterator[None]:
         of_others = set(command_named(name).nano) - set(resolved.from_nano)
         if "model" not in resolved.from_nano or not of_others:
             raise
-        remedy = "No --model was given, so nano, the built-in model, was taken; add --model."
+        remedy = "No --model was given, so nano, the built-in model, was taken; give --model."
         error.args = (f"{error}\n{remedy}",)
         raise
 

@@ -236,8 +236,8 @@ def test_a_terminal_shows_how_a_long_table_ends() -> None:
     shown = [
         line.split()[0] for line in text.splitlines() if re.match(r" *(\d+ .*\.|\.\.\.)", line)
     ]
-    assert shown[:-1] == [*map(str, range(30)), "...", *map(str, range(90, 100))]
-    assert "60 more rows at the dots" in text
+    assert shown[:-1] == [*map(str, range(12)), "...", *map(str, range(96, 100))]
+    assert "84 more rows at the dots" in text
     assert f"Plan {'0' * 16}, confirmatory." in text
 
 
