@@ -257,6 +257,14 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
         result.table("arm")
 
 
+def test_columns_of_numbers_are_numeric() -> None:
+    pytest.importorskip("pandas")
+    columns: Any = {"arm": "text", "loss": ("number", 4), "none": "share", "rows": "count"}
+    table = Table.of("t", "T", columns, [("a", None, None, 1), ("b", 0.5, None, 2)])
+    kinds = coin(blocks=(table,)).table().dtypes.map(str)
+    assert kinds.tolist()[1:] == ["float64", "float64", "int64"]
+
+
 @given(st.lists(st.tuples(st.text(max_size=9), st.sampled_from(["share", "bytes"])), max_size=6))
 def test_plain_names_are_identifiers_and_differ(columns: list[tuple[str, Any]]) -> None:
     names = plain_names([Column(name=name, kind=kind) for name, kind in columns])

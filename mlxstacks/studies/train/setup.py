@@ -90,6 +90,7 @@ class TrainSetup:
             "base_in_float32": self.float32_base,
             "train_data_sha256": _files_sha256(self.data["sources"]),
             "validation_data_sha256": _files_sha256(held_out) if self.validation else None,
+            "rows": {key: self.data[f"{key}_rows"] for key in ("train", "validation")},
         }
 
 
