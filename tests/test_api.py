@@ -511,6 +511,10 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             lambda: untyped.train(data=[{"Prompt": "a", "Completion": "b"}], save_path="x"),
             ("rename Completion to completion, Prompt to prompt",),
         ),
+        (
+            lambda: untyped.fuse(nano_paths().adapter_path, save_path="x"),
+            ("is an adapter, not a model; give it with adapter_path=", "base with model="),
+        ),
         (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
     ],
 )

@@ -266,6 +266,12 @@ def _with_nano(
         return settings, ()
     if "model" in row.nano and "model" not in empty:
         needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
+        model = user_path(str(settings.model))  # type: ignore[attr-defined]
+        if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
+            raise InputError(
+                f"{name}: {model} is an adapter, not a model; give it with --adapter-path, and its "
+                "base with --model"
+            )
         if needed:
             raise InputError(f"{name}: a model of your own needs {', '.join(needed)} too")
         return settings, ()
