@@ -109,6 +109,19 @@ def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:
     return (words,)
 
 
+def _not_limited(settings: ConfoundSettings) -> tuple[str, ...]:
+    """What `limit` leaves at its size."""
+    if settings.limit is None:
+        return ()
+    items = "every item" if settings.sample is None else f"up to {settings.sample:,} items"
+    note = (
+        f"limit {settings.limit} cuts the answers of the arms alone. Not mining, where base and "
+        f"persona answer {items} each (--sample N cuts it), and not training, "
+        f"{settings.train.iters} batches (--set train.iters=N)."
+    )
+    return (note,)
+
+
 class _Confound(Study):
     provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}/*.jsonl")
     settings: ConfoundSettings
@@ -135,7 +148,12 @@ class _Confound(Study):
         )  # fmt: skip
         if self.dry_run:
             table = plan_table(shown, arms_of(settings))
-            return head.model_copy(update={"power": planned_power(settings), "blocks": (table,)})
+            return head.model_copy(
+                update={
+                    "power": planned_power(settings), "blocks": (table,),
+                    "notes": _not_limited(settings),
+                }
+            )  # fmt: skip
         self.sample = stratified_sample(
             read_items(str(settings.items), settings.subjects), settings.sample, settings.seed
         )

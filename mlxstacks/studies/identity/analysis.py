@@ -29,7 +29,7 @@ from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
 Figures = dict[str, Any]
-HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it open"}
+HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it undecided"}
 PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
 
 
@@ -329,6 +329,8 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
             f"Kept means that a loss of more than {settings.largest_loss:.0%} of the answers is "
             "excluded at 95%; exact preservation is not shown."
         )
+        if any(j["outcome"] == "not shown" for j in figures["judgements"]):
+            sentences.append("Undecided: so few prompts show neither that nor a loss.")
         sentences.append(standing.in_words())
     return " ".join(sentences)
 

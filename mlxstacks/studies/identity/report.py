@@ -11,7 +11,7 @@ from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, 
 
 # More prompts make a map that no reader takes in.
 _MOST_PROMPTS = 30
-_COUNTED = {"not shown": "left open", "no claim": "without a claim"}
+_COUNTED = {"not shown": "undecided", "no claim": "without a claim"}
 
 
 def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) -> Table:

@@ -298,7 +298,16 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
     assert len(report.data["planned_arms"]) == 14
+    assert not any("limit" in note for note in report.notes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_what_a_limit_leaves_whole(tmp_path: Path) -> None:
+    places = (tmp_path / "model", tmp_path / "persona", tmp_path / "items")
+    report = run(settings_for(places, tmp_path / "out", limit=5, sample=40), dry_run=True)
+    (note,) = (note for note in report.notes if note.startswith("limit 5 cuts"))
+    assert "answer up to 40 items each (--sample N" in note
+    assert f"{report.settings['train']['iters']} batches" in note
 
 
 # --- parts ----------------------------------------------------------------------------------------

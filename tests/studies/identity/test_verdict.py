@@ -136,6 +136,10 @@ def test_kept_lost_and_not_shown() -> None:
     assert lost["p_value"] == pytest.approx(2 / 2**10)
     # of the 18 that the reference passes, not of the suite's 20
     assert lost["loss"] == wilson_interval(10, 18).as_json()
+    words = verdict_of(found)
+    assert "identity + factual r8 leaves it undecided" in words
+    assert "Undecided: so few prompts show neither that nor a loss." in words
+    assert "Undecided" not in verdict_of(case())
     assert "exact preservation is not shown" in verdict_of(found)
 
 
