@@ -50,6 +50,7 @@ from mlxstacks.studies.confound.verdict import (
     verdict,
 )
 from mlxstacks.studies.train import run as train_run
+from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
@@ -141,6 +142,7 @@ class _Confound(Study):
 
     def planned(self) -> Result:
         settings = self.settings
+        check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
