@@ -162,11 +162,23 @@ def mcnemar_exact_test(gained: int, lost: int) -> McNemarTest:
         raise ValueError(f"got {gained} gained and {lost} lost; need counts of 0 or more")
     if not gained + lost:
         return McNemarTest(0, 0, 1.0, 0.0)
+    pairs = gained + lost
+    return McNemarTest(gained, lost, binomial_test(gained, pairs), (gained - lost) ** 2 / pairs)
+
+
+def binomial_test(count: int, n: int, rate: float = 0.5) -> float:
+    """Two-sided exact p of `count` successes in n trials of a known rate: twice the smaller tail.
+
+    Laws: failures of the other rate have the same p; at most 1.
+    Raises: ValueError: n < 1, a count outside 0..n or a rate outside [0, 1].
+    """
     from scipy.special import bdtr
 
-    pairs = gained + lost
-    p_value = min(1.0, 2 * float(bdtr(min(gained, lost), pairs, 0.5)))
-    return McNemarTest(gained, lost, p_value, (gained - lost) ** 2 / pairs)
+    _check_counts(count, n)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"got rate {rate}; need a number from 0 to 1")
+    tails = bdtr(count, n, rate), bdtr(n - count, n, 1 - rate)
+    return min(1.0, 2 * float(min(tails)))
 
 
 def mcnemar_of_pairs(first: Sequence[bool], second: Sequence[bool]) -> McNemarTest:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.stats import (
+    binomial_test,
     bootstrap_difference,
     holm,
     mcnemar_exact_test,
@@ -152,6 +153,17 @@ def test_mcnemar_is_exact(gained: int, lost: int) -> None:
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
     assert result.p_value == pytest.approx(min(1.0, 2 * tail / 2**n), rel=1e-9)
     assert result.chi_square == pytest.approx((gained - lost) ** 2 / max(n, 1))
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]))
+def test_the_binomial_test_is_exact(count: int, more: int, rate: float) -> None:
+    n = count + more
+    p_value = binomial_test(count, n, rate)
+    assert 0 <= p_value <= 1
+    assert p_value == pytest.approx(binomial_test(more, n, 1 - rate), rel=1e-9, abs=1e-300)
+    up = sum(math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(count, n + 1))
+    down = sum(math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(count + 1))
+    assert p_value == pytest.approx(min(1.0, 2 * min(up, down)), rel=1e-9, abs=1e-300)
 
 
 def test_pairs_are_counted() -> None:

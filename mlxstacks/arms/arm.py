@@ -4,7 +4,7 @@ An item is asked, and its answer is taught, in the same words.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
 from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.integrity import file_sha256
-from mlxstacks.study.items import Item
+from mlxstacks.study.items import Item, shuffled
 from mlxstacks.training.modes import evaluating, prepare_base
 
 INSTRUCTION = (
@@ -112,17 +112,32 @@ def taught_chat(item: Item, index: int, scoring: Scoring) -> list[dict[str, str]
 
 
 def training_rows(
-    items: Iterable[Item], scoring: Scoring, answers: Literal["right", "random"], seed: int
+    items: Sequence[Item],
+    scoring: Scoring,
+    answers: Literal["right", "random"],
+    seed: int,
+    *,
+    shuffle: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows of `mlxstacks train`. answers: "random" teaches an option drawn for each item."""
-    rows = []
+    """Rows of `mlxstacks train`. answers: "random" teaches an option drawn for each item. shuffle:
+    the same rows with the letters that they teach dealt out anew among the items with as many
+    options, so that everything is as before but what belongs to what.
+
+    Law of shuffle: each letter is taught as often as before, in each number of options.
+    """
+    taught = {}
     for item in items:
         index = item.answer_index
         if answers == "random":
             digest = hashlib.sha256(f"{seed}/answer/{item.item_id}".encode()).digest()
             index = int.from_bytes(digest[:8]) % len(item.options)
-        rows.append({"messages": taught_chat(item, index, scoring)})
-    return rows
+        taught[item.item_id] = index
+    if shuffle:
+        for count in {len(item.options) for item in items}:
+            alike = [item for item in items if len(item.options) == count]
+            dealt = [taught[item.item_id] for item in shuffled(alike, seed, "deal")]
+            taught |= {item.item_id: index for item, index in zip(alike, dealt, strict=True)}
+    return [{"messages": taught_chat(item, taught[item.item_id], scoring)} for item in items]
 
 
 def encode_choices(item: Item, tokenizer: Any, rendering: Rendering = PLAIN) -> ChoiceItem:

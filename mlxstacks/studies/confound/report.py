@@ -12,13 +12,14 @@ from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, 
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
-    "random": "random delta",
+    "random": "random delta", "shuffled": "shuffled answers",
 }  # fmt: skip
 OUTCOMES = {
     "format": "a change of form; no knowledge shown",
     "content": "adds knowledge", "no content": "no knowledge shown",
     "undecided": "undecided: too few items",
-    "perturbation": "a disturbance; no knowledge shown", "guessing": "leads back to guessing",
+    "perturbation": "a disturbance; no knowledge shown",
+    "shuffled": "training, not content; no knowledge shown", "guessing": "leads back to guessing",
     "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
 }  # fmt: skip
 
@@ -47,7 +48,8 @@ def blocks(
     """Arms and claims first; counts by subject last, folded."""
     return (
         _arm_plot(findings), _content_plot(findings), _arm_table(findings, fuses, settings),
-        *_claim_tables(findings), _words(findings, fuses, mined), *_more_tables(findings),
+        *_claim_tables(findings), _null_table(findings), _words(findings, fuses, mined),
+        *_more_tables(findings),
         _counts_table("mined", "Mined items", mined["table"]),
         _counts_table("subjects", "Right answers by subject", findings.subjects),
         _position_table(findings),
@@ -96,18 +98,14 @@ def _arm_plot(findings: Findings) -> Plot:
 
 
 def _content_plot(findings: Findings) -> Plot:
-    """A1 - A0, and A1 - the random delta, by policy."""
-    claims, against_random = findings.claims, findings.against_random
+    """A1 - A0 by policy."""
+    claims = findings.claims
     least_gain = 100 * findings.criterion.least_gain
-    randoms = [against_random.get(way) for way in claims]
     title = "Content by policy: A1 - A0"
     points = ", ".join(f"{way} {100 * claim.difference:+.3g}" for way, claim in claims.items())
     return Plot(
         id="content", title=title, kind="intervals", categories=tuple(claims),
-        series=(
-            _series("A1 - A0", [_gain(claim) for claim in claims.values()]),
-            _series("A1 - random", [None if r is None else _gain(r) for r in randoms]),
-        ),
+        series=(_series("A1 - A0", [_gain(claim) for claim in claims.values()]),),
         x_label="percentage points, bootstrap 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
         alt=f"{title}, percentage points: {points}.",
@@ -141,21 +139,21 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
 
 def _claim_tables(findings: Findings) -> Iterator[Table]:
     columns: Columns = {
-        "policy": "text", "A1 - A0, points (95%)": ("points", 2), "p (z)": "p", "p (z, Holm)": "p",
-        "p (McNemar)": "p", "A1 - random": ("points", 2), "outcome": "text",
+        "policy": "text", "A1 - A0, points (95%)": ("points", 2), "p (z)": "p",
+        "p (McNemar)": "p", "p (all, Holm)": "p", "outcome": "text",
     }  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for judgement in findings.judgements:
         way, claim = judgement.way, findings.claims[judgement.way]
-        random = findings.against_random.get(way)
+        p_value = max(null.p_adjusted for null in findings.nulls[way])
         rows.append((
-            way, _gain(claim), claim.p_value, claim.p_adjusted, claim.mcnemar.p_value,
-            None if random is None else random.difference, judgement.outcome,
+            way, _gain(claim), claim.p_value, claim.mcnemar.p_value, p_value, judgement.outcome,
         ))  # fmt: skip
     yield Table.of(
         "claims", "Content: A1 - A0", columns, rows,
-        caption="z: test of two proportions; Holm: adjusted for all policies together; McNemar: "
-        "exact, on pairs of answers. Random: a delta of equal norm in each module.",
+        caption="z: test of two proportions, the published one; McNemar: exact, on pairs of "
+        "answers. All, Holm: the largest p of all that A1 has to beat (below), adjusted for all "
+        "policies together.",
     )  # fmt: skip
     columns = {
         "policy": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
@@ -170,6 +168,30 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         ],
         caption="Floor: A0 - persona, what the fuse does by itself. Content: A1 - A0. Total: their "
         "sum. Shares where the total is positive; 95% intervals of the differences are above.",
+    )  # fmt: skip
+
+
+def _null_table(findings: Findings) -> Table:
+    """What A1 has to beat for content, by policy; all of it."""
+    columns: Columns = {
+        "policy: A1 against": "text", "A1": "share", "against": "share",
+        "gain, points": ("points", 2), "items": "count", "p": "p", "p (all, Holm)": "p",
+    }  # fmt: skip
+    rows = [
+        (
+            f"{way}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
+            null.p_value, null.p_adjusted,
+        )
+        for way, nulls in findings.nulls.items()
+        for null in nulls
+        for n in [max(null.n, 1)]
+    ]  # fmt: skip
+    n = min(arm.n for arm in findings.arms.values())
+    return Table.of(
+        "nulls", "What A1 has to beat", columns, rows,
+        caption="McNemar's exact test on pairs of answers; guessing by the binomial test. Form: A0 "
+        "among the items that both answer in form, where some are not. A policy shows content "
+        f"where all of its rows have p (all, Holm) below alpha. All {share_note(n)}.",
     )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ rest. Until it is done the run lives in its work directory (study/engine.py):
 
     protocol.json   everything that is decided before the first answer; another one is refused
     answers/        of every model and arm, appended as they come; changed ones are refused
-    split.json      which item went where; data/train.jsonl the rows to train on
+    split.json      which item went where; data/, data-shuffled/ the rows to train on
     plan.json       the plan, fixed before the first arm answers
-    adapter/ zero/ random/   A1, its zero-delta control, a random delta of equal norm
+    adapter/ zero/ random/ shuffled/   A1, its zero-delta control, a random delta of equal norm, and
+                    an adapter that was trained alike on the same rows with shuffled answers
     fuse/POLICY.json what a policy's fuses did to the weights; models/ until they have answered
 """
 
@@ -28,9 +29,10 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.studies.confound.fuses import KINDS, fuse_all, write_controls
+from mlxstacks.studies.confound.fuses import fuse_all, write_controls
 from mlxstacks.studies.confound.plan import (
     AGAIN,
+    KINDS,
     PERSONA,
     arm,
     arms_of,
@@ -77,7 +79,9 @@ ABOUT = {
 PROTOCOL, SPLIT = "protocol.json", "split.json"
 ANSWERS, DATA, FUSE = "answers", "data", "fuse"
 PERSONA_MODEL, MODELS = "persona", "models"
-ADAPTER, ZERO, RANDOM = "adapter", "zero", "random"
+ADAPTER, ZERO, RANDOM, SHUFFLED = "adapter", "zero", "random", "shuffled"
+DATA_SHUFFLED = f"{DATA}-{SHUFFLED}"
+ADAPTERS = {"a1": ADAPTER, "a0": ZERO, "random": RANDOM, "shuffled": SHUFFLED}
 
 
 def run(
@@ -110,7 +114,7 @@ def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:
 
 
 class _Confound(Study):
-    provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}/*.jsonl")
+    provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}*/*.jsonl")
     settings: ConfoundSettings
 
     def __init__(
@@ -121,7 +125,8 @@ class _Confound(Study):
         self.plot_formats = FORMATS if settings.plots else ()
         models = (PERSONA_MODEL, MODELS) if settings.keep_models else ()
         self.artifacts = (
-            ANSWERS, DATA, FUSE, ADAPTER, ZERO, RANDOM, PROTOCOL, SPLIT, RECIPE, *models,
+            ANSWERS, DATA, DATA_SHUFFLED, FUSE, *ADAPTERS.values(), PROTOCOL, SPLIT, RECIPE,
+            *models,
         )  # fmt: skip
 
     # --- before the first answer ------------------------------------------------------------------
@@ -174,7 +179,7 @@ class _Confound(Study):
         tested = max(1, int(len(self.sample) * (1 - settings.train_share) / 2))
         self.tested = min(settings.limit or tested, tested)
         files = len(arms) + (len(right_arms_of(settings)) if settings.right_items else 0)
-        total = 2 * len(self.sample) + (settings.train.iters or 1) + files * self.tested
+        total = 2 * len(self.sample) + 2 * (settings.train.iters or 1) + files * self.tested
         return WholeProgress(self.progress, total)
 
     def _prepare(self, work: Path) -> None:
@@ -230,37 +235,42 @@ class _Confound(Study):
 
     def _plan(self, work: Path) -> None:
         """Writes the training rows and the plan, or finds the same ones written."""
-        settings, rows_path = self.settings, work / DATA / "train.jsonl"
-        write_rows(
-            rows_path,
-            training_rows(
-                self.mined.train, settings.scoring, settings.train_answers, settings.seed
-            ),
-        )
-        data = data_of(self.mined, self.protocol, file_sha256(rows_path), self.persona_sha256)
+        settings = self.settings
+        for name, shuffle in ((DATA, False), (DATA_SHUFFLED, True)):
+            rows = training_rows(
+                self.mined.train, settings.scoring, settings.train_answers, settings.seed,
+                shuffle=shuffle,
+            )  # fmt: skip
+            write_rows(work / name / "train.jsonl", rows)
+        data = data_of(self.mined, self.protocol, _rows_sha256(work), self.persona_sha256)
         self.plan = plan_of(settings, self.mined, data)
         fix_plan(work / PLAN, self.plan, sorted((work / ANSWERS).glob("test_*.jsonl")))
 
     def _train(self, work: Path) -> None:
-        """A1 and its two controls."""
-        settings, adapter = self.settings, work / ADAPTER
-        if not adapter.exists():
-            change = {
-                "model": str(self.persona), "data": str(work / DATA),
-                "save_path": str(adapter), "seed": settings.seed,
-                "thinking": settings.thinking, "allow_special": settings.allow_special,
-            }  # fmt: skip
-            progress = self.whole.part(settings.train.iters or 1, "training")
-            train_run.run(settings.train.model_copy(update=change), progress=progress)
-            mx.clear_cache()
-        write_controls(adapter, work / ZERO, work / RANDOM, settings.seed)
+        """A1 and its controls."""
+        for adapter, rows in ((ADAPTER, DATA), (SHUFFLED, DATA_SHUFFLED)):
+            self._train_one(work / adapter, work / rows)
+        write_controls(work / ADAPTER, work / ZERO, work / RANDOM, self.settings.seed)
+
+    def _train_one(self, adapter: Path, rows: Path) -> None:
+        if adapter.exists():
+            return
+        settings = self.settings
+        change = {
+            "model": str(self.persona), "data": str(rows), "save_path": str(adapter),
+            "seed": settings.seed, "thinking": settings.thinking,
+            "allow_special": settings.allow_special,
+        }  # fmt: skip
+        progress = self.whole.part(settings.train.iters or 1, f"training {adapter.name}")
+        train_run.run(settings.train.model_copy(update=change), progress=progress)
+        mx.clear_cache()
 
     def _ask_unfused(self, way: str, work: Path) -> None:
-        for kind, source in zip(KINDS, (ADAPTER, ZERO, RANDOM), strict=True):
-            self._ask(arm(kind, way), self.persona, work / source)
+        for kind in KINDS:
+            self._ask(arm(kind, way), self.persona, work / ADAPTERS[kind])
 
     def _ask_fused(self, way: str, work: Path) -> None:
-        """Fuse, unless every answer of it is there, and let the three models answer."""
+        """Fuse, unless every answer of it is there, and let the models answer."""
         settings, path = self.settings, work / FUSE / f"{way}.json"
         directory = work / MODELS / way
         models = {arm(kind, way): directory / kind for kind in KINDS}
@@ -270,7 +280,7 @@ class _Confound(Study):
             for file, count in self._files(name).values()
         )
         if not (path.is_file() and (answered or all(p.exists() for p in models.values()))):
-            adapters = {"a1": work / ADAPTER, "random": work / RANDOM}
+            adapters = {kind: work / ADAPTERS[kind] for kind in KINDS if kind != "a0"}
             figures = fuse_all(
                 self.persona, adapters, directory, cast("PolicyName", way),
                 settings.target_correlation, settings.seed,
@@ -309,8 +319,7 @@ class _Confound(Study):
         fuses = _fuses(settings, work)
         data = data_of(
             self.mined, read_object((work / PROTOCOL).read_bytes()),
-            file_sha256(work / DATA / "train.jsonl"),
-            fingerprint(open_checkpoint(self.persona), self.persona_sha256),
+            _rows_sha256(work), fingerprint(open_checkpoint(self.persona), self.persona_sha256),
         )  # fmt: skip
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
         findings = _found(
@@ -337,6 +346,13 @@ def _found(
         criterion=Criterion(settings.least_gain, settings.alpha), seed=settings.seed,
         standing=standing(plan, Evidence(plan_sha256, items, data, (settings.seed,))),
     )  # fmt: skip
+
+
+def _rows_sha256(work: Path) -> dict[str, str]:
+    """Of the rows to train on."""
+    names = {"train_rows": DATA, "shuffled_rows": DATA_SHUFFLED}
+    paths = {name: work / directory / "train.jsonl" for name, directory in names.items()}
+    return {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
 
 
 def _fuses(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
@@ -384,8 +400,7 @@ def conclude_again(result: Result, directory: Path) -> Result:
         }
         for part, arms in names.items()
     }
-    rows_sha256 = file_sha256(directory / DATA / "train.jsonl")
-    data = {**plan.data, "protocol": protocol_sha256, "train_rows": rows_sha256}
+    data = {**plan.data, "protocol": protocol_sha256, **_rows_sha256(directory)}
     mined = read("mining", PERSONA, {"protocol_sha256": protocol_sha256})
     findings = _found(settings, plan, answers, mined, plan.sha256, data)
     split = read_object((directory / SPLIT).read_bytes())

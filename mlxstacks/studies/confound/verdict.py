@@ -9,29 +9,35 @@ from typing import Any, Literal
 
 from mlxstacks.stats import paired_interval, two_proportion_z_test, wilson_interval
 from mlxstacks.studies.confound.analysis import (
+    FORM,
+    GUESSING,
+    RANDOM,
+    SHUFFLED,
     Answers,
     ArmResult,
     Comparison,
     Decomposition,
     Flips,
     FormShift,
+    Null,
     arm_result,
     compare,
     decompose,
     flips,
     form_shift,
     guess_rate,
+    judged_together,
+    nulls_of,
     position_shares,
     subject_table,
 )
 from mlxstacks.studies.confound.plan import AGAIN, PERSONA, arm
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
-from mlxstacks.study.power import passes
 
 Outcome = Literal[
-    "content", "no content", "undecided", "format", "perturbation", "guessing", "exploratory",
-    "refused",
+    "content", "no content", "undecided", "format", "perturbation", "shuffled", "guessing",
+    "exploratory", "refused",
 ]  # fmt: skip
 
 
@@ -44,10 +50,9 @@ class Criterion:
     least_gain: float
     alpha: float
 
-    def passes(self, claim: Comparison) -> bool:
+    def passes(self, null: Null) -> bool:
         # 35 of 700 is five points though the two floats differ.
-        large = claim.difference > 0 and claim.difference >= self.least_gain - 1e-12
-        return large and claim.p_adjusted < self.alpha
+        return null.difference >= self.least_gain - 1e-12 and null.rejected(self.alpha)
 
     def in_words(self) -> str:
         return f"at least {100 * self.least_gain:g} points with p < {self.alpha:g}"
@@ -64,8 +69,8 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the answers say. claims, forms (A1 against A0), against_random, decomposition, moved (A1
-    against the persona), floors: by way, in order; judgements: the deciding way's first.
+    """What the answers say. claims, forms (A1 against A0), nulls, decomposition, moved (A1 against
+    the persona), floors: by way, in order; judgements: the deciding way's first.
 
     persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
     right_positions: option position -> share of the test items where it is right.
@@ -76,7 +81,7 @@ class Findings:
     arms_on_right_items: dict[str, ArmResult]
     claims: dict[str, Comparison]
     forms: dict[str, FormShift]
-    against_random: dict[str, Comparison]
+    nulls: dict[str, tuple[Null, ...]]
     decomposition: dict[str, Decomposition]
     persona_flips: dict[str, Flips]
     right_flips: dict[str, Flips]
@@ -130,13 +135,12 @@ def find(
     findings = Findings(
         arms=arms,
         arms_on_right_items={n: arm_result(n, given) for n, given in right.items() if given},
-        claims=dict(zip(claimed, compare(answers, pairs, seed, resamples), strict=True)),
-        forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
-        against_random={
-            way: compare(answers, [(arm("a1", way), arm("random", way))], seed, resamples)[0]
-            for way in claimed
-            if arm("random", way) in arms
+        claims={
+            way: compare(answers, *pair, seed, resamples)
+            for way, pair in zip(claimed, pairs, strict=True)
         },
+        forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
+        nulls=judged_together({way: nulls_of(answers, way) for way in claimed}),
         decomposition={
             way: decompose(way, arms[PERSONA], arms[arm("a0", way)], arms[arm("a1", way)])
             for way in claimed
@@ -178,6 +182,7 @@ def missing_controls(
     for way in ways:
         controls[arm("a0", way)] = f"the zero-delta arm through the same path ({way})"
         controls[arm("random", way)] = f"a random delta of equal norm ({way})"
+        controls[arm("shuffled", way)] = f"an adapter trained alike on shuffled answers ({way})"
     missing = [words for name, words in controls.items() if not arms.get(name)]
     fused = [way for way in ways if way != "unfused"]
     if not right.get(PERSONA) or any(not right.get(arm("a0", way)) for way in fused):
@@ -188,7 +193,8 @@ def missing_controls(
 def judge(findings: Findings, way: str) -> Judgement:
     """The first thing that stands against a gain decides; nothing does: content."""
     claim, criterion = findings.claims[way], findings.criterion
-    if not criterion.passes(claim):
+    zero, *others = findings.nulls[way]
+    if not criterion.passes(zero):
         more = ""
         if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
@@ -208,22 +214,40 @@ def judge(findings: Findings, way: str) -> Judgement:
         return Judgement(way, "refused", f"{gain}, but no gain is claimed without {missing}.")
     if findings.standing.reasons:
         return Judgement(way, "exploratory", f"{gain}, but it is not what was planned.")
-    against: tuple[tuple[Outcome, str | None], ...] = (
-        ("format", _of_form(findings, way)),
-        ("perturbation", _of_norm(findings, way)),
-        ("guessing", _of_chance(findings, way)),
+    for null in others:
+        beaten = criterion.passes(null) if null.name == FORM else null.rejected(criterion.alpha)
+        if not beaten:
+            outcome, why = _EXPLANATIONS[null.name]
+            if null.name == FORM:
+                reason = _of_form(findings.forms[way], null, claim.n)
+            else:
+                rate = f"{null.expected / null.n:.2%}"
+                reason = f"{why[0]} {rate}, too near to be a difference (p = {null.p_adjusted:.2g})"
+            return Judgement(way, outcome, f"{gain}, but {reason}: {why[1]}")
+    rates = ", ".join(
+        f"{null.name} {null.expected / null.n:.1%}" for null in others if null.name != FORM
     )
-    for outcome, reason in against:
-        if reason:
-            return Judgement(way, outcome, f"{gain}, but {reason}")
-    warning = ""
-    if claim.mcnemar.p_value >= criterion.alpha:
-        warning = f" McNemar's exact test does not agree (p = {claim.mcnemar.p_value:.2g})."
-    random = findings.against_random[way]
-    stays = percent(random.control_count, random.n)
+    p_value = max(null.p_adjusted for null in findings.nulls[way])
     return Judgement(
-        way, "content", f"{gain}, and a random delta of equal norm stays at {stays}.{warning}"
+        way, "content", f"{gain}, and more than every control ({rates}; largest p {p_value:.2g})."
     )
+
+
+# What a null that is not rejected says: the outcome, who does as well, and what follows.
+_EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
+    FORM: ("format", ("", "a change of form, not content.")),
+    RANDOM: ("perturbation", (
+        "a random delta of equal norm scores", "this may be a larger disturbance, not content.",
+    )),
+    SHUFFLED: ("shuffled", (
+        "an adapter trained alike on shuffled answers scores",
+        "training itself moves answers so, whatever it teaches, so this is not content.",
+    )),
+    GUESSING: ("guessing", (
+        "guessing, or its own choice of places, scores",
+        "the items were chosen for being answered wrongly, and any change leads back to that rate.",
+    )),
+}  # fmt: skip
 
 
 def largest_gain(claim: Comparison) -> float:
@@ -232,50 +256,16 @@ def largest_gain(claim: Comparison) -> float:
     return paired_interval(claim.count - gained, gained, lost, claim.n).high
 
 
-def _of_form(findings: Findings, way: str) -> str | None:
+def _of_form(form: FormShift, null: Null, n: int) -> str:
     """A gain of letters found, not of right ones among those found."""
-    form, criterion = findings.forms[way], findings.criterion
-    counts = form.right, form.control_right, form.n
-    if form.p_value >= criterion.alpha or (
-        form.n and passes(*counts, criterion.least_gain, criterion.alpha)
-    ):
-        return None
-    n = findings.claims[way].n
     among = "no item is answered so by both"
-    if form.n:
-        points = 100 * (form.right - form.control_right) / form.n
-        among = f"among the {form.n} items that both answer so the gain is {points:+.2f} points"
+    if null.n:
+        points = 100 * null.difference
+        among = f"among the {null.n} items that both answer so the gain is {points:+.2f} points"
     return (
         f"A1 answers {percent(form.in_form, n)} of the items in the form that was asked for and A0 "
-        f"{percent(form.control_in_form, n)}; {among}: a change of form, not content."
+        f"{percent(form.control_in_form, n)}; {among}"
     )
-
-
-def _of_norm(findings: Findings, way: str) -> str | None:
-    random = findings.against_random[way]
-    if random.difference > 0 and random.p_value < findings.criterion.alpha:
-        return None
-    return (
-        f"a random delta of equal norm scores {percent(random.control_count, random.n)}, too near "
-        f"to be a difference (p = {random.p_value:.2g}): this may be a larger disturbance, not "
-        "content."
-    )
-
-
-def _of_chance(findings: Findings, way: str) -> str | None:
-    a1 = findings.arms[findings.claims[way].arm]
-    interval = f"the interval of A1 ({100 * a1.interval.low:.1f} to {100 * a1.interval.high:.1f}%)"
-    if a1.interval.low <= findings.guess_rate:
-        return (
-            f"{interval} reaches down to guessing ({findings.guess_rate:.1%}): the items were "
-            "chosen for being answered wrongly, and any change leads back to that rate."
-        )
-    if a1.interval.low <= a1.by_position:
-        return (
-            f"{interval} reaches down to what its choice of positions alone would score "
-            f"({a1.by_position:.1%}): it prefers places where the right option often stands."
-        )
-    return None
 
 
 def percent(count: int, n: int) -> str:
@@ -290,6 +280,7 @@ _HEADS = {
     "undecided": "Undecided, too few items to say",
     "format": "No knowledge that can be shown, a change of form",
     "perturbation": "Only jitter, no knowledge that can be shown",
+    "shuffled": "No knowledge that can be shown, only training",
     "guessing": "No knowledge that can be shown, a way back to guessing",
     "exploratory": "No claim, this is not what was planned",
     "refused": "No claim, controls are missing",
@@ -307,13 +298,13 @@ def verdict(findings: Findings) -> str:
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
     low, high = claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
-    adjusted = ""
-    if claim.p_adjusted != claim.p_value:
-        adjusted = f", {claim.p_adjusted:.2g} adjusted for all ways"
+    adjusted, zero = "", findings.nulls[first.way][0]
+    if zero.p_adjusted != zero.p_value:
+        adjusted = f", {zero.p_adjusted:.2g} adjusted for all policies"
     content = (
         f"Content, A1 - A0: {100 * claim.difference:+.2f} points (95%: {100 * low:+.1f} to "
-        f"{100 * high:+.1f}; z-test p = {claim.p_value:.2g}{adjusted}; McNemar p = "
-        f"{claim.mcnemar.p_value:.2g}). {first.words}"
+        f"{100 * high:+.1f}; McNemar p = {claim.mcnemar.p_value:.2g}{adjusted}; z-test p = "
+        f"{claim.p_value:.2g}). {first.words}"
     )
     words = ["EXPLORATORY."] if standing.reasons else []
     words += [answer, content, *_of_other_ways(findings)]

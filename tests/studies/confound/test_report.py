@@ -44,8 +44,8 @@ def small() -> Findings:
 
 def test_every_block_is_there_in_reading_order() -> None:
     assert [*shown(small())] == [
-        "arms", "content", "arms-table", "claims", "parts", "In words", "right", "forms", "mined",
-        "subjects", "positions",
+        "arms", "content", "arms-table", "claims", "parts", "nulls", "In words", "right", "forms",
+        "mined", "subjects", "positions",
     ]  # fmt: skip
 
 
@@ -53,16 +53,18 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     findings = small()
     claim = findings.claims["refit"]
     claim = replace(
-        claim, count=30, control_count=0, p_value=0.02, p_adjusted=0.04,
+        claim, count=30, control_count=0, p_value=0.02,
         mcnemar=replace(claim.mcnemar, p_value=0.06),
         bootstrap=MeanInterval(0.5, 0.012, 0.345, 60, 0.95),
     )  # fmt: skip
     tables = shown(replace(findings, claims={**findings.claims, "refit": claim}))
     assert row(tables["claims"], "refit") == {
         "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)", "p (z)": "0.02",
-        "p (z, Holm)": "0.04", "p (McNemar)": "0.06", "A1 - random": "+46.67",
-        "outcome": "content",
+        "p (McNemar)": "0.06", "p (all, Holm)": "below 0.0001", "outcome": "content",
     }  # fmt: skip
+    against_random = row(tables["nulls"], "refit: random delta")
+    assert (against_random["A1"], against_random["against"]) == ("50.0%", "3.3%")
+    assert against_random["gain, points"] == "+46.67"
     arm = row(tables["arms-table"], "a1 refit")
     assert (arm["right"], arm["correlation"], arm["artifact"]) == ("30 of 60", "0.910", "1.23%")
     assert row(tables["arms-table"], "a0 refit")["correlation"] == "no delta"

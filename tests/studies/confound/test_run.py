@@ -146,7 +146,7 @@ def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
     sources = report.provenance
     assert check_provenance(target, sources) == Checked(len(sources), (), ())
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
-    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
+    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data"))}
     assert set(sources) == outcomes | {"split.json", "plan.json", "protocol.json"}
 
 
@@ -171,6 +171,13 @@ def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None
     assert [row["messages"][0]["content"] for row in rows] == [
         by_id[name].question for name in split["train"]
     ]
+    shuffled = lines(target / "data-shuffled" / "train.jsonl")
+    assert [row["messages"][0] for row in shuffled] == [row["messages"][0] for row in rows]
+    assert shuffled != rows
+    trained = [
+        json.loads((target / a / "result.json").read_text()) for a in ("adapter", "shuffled")
+    ]
+    assert trained[0]["data"]["steps"] == trained[1]["data"]["steps"] == TRAIN["iters"]
     assert (
         rows[0]["messages"][1]["content"]
         == (by_id[split["train"][0]].options[by_id[split["train"][0]].answer_index])
@@ -297,7 +304,7 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     nowhere = (tmp_path / "no-model", tmp_path / "no-persona", tmp_path / "no-items")
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
-    assert len(report.data["planned_arms"]) == 14
+    assert len(report.data["planned_arms"]) == 18
     assert list(tmp_path.iterdir()) == []
 
 

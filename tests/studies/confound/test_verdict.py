@@ -9,8 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxstacks.studies.confound.analysis import Comparison, Flips, compare, flips, guess_rate
+from mlxstacks.stats import holm
+from mlxstacks.studies.confound.analysis import (
+    Comparison,
+    Flips,
+    Null,
+    compare,
+    flips,
+    guess_rate,
+    judged_together,
+    null_of_pairs,
+)
 from mlxstacks.studies.confound.plan import arms_of
 from mlxstacks.studies.confound.verdict import (
     Criterion,
@@ -23,13 +35,18 @@ from mlxstacks.studies.confound.verdict import (
 )
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
-from mlxstacks.study.power import least_passing_count
+from mlxstacks.study.power import least_passing_count, passes
 from tests.studies.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case
 
 
 def one(count: int, control: int, n: int = 692, shift: int = 0) -> Comparison:
     arms = {"a1": answers_of(count, n, shift=shift), "a0": answers_of(control, n)}
-    return compare(arms, [("a1", "a0")], seed=0, resamples=200)[0]
+    return compare(arms, "a1", "a0", seed=0, resamples=200)
+
+
+def null(name: str, count: int, control: int, n: int = 692) -> Null:
+    pairs = zip(answers_of(count, n), answers_of(control, n), strict=True)
+    return null_of_pairs(name, [*pairs])
 
 
 def test_the_published_counts_give_the_published_p() -> None:
@@ -38,8 +55,6 @@ def test_the_published_counts_give_the_published_p() -> None:
     assert found.difference == pytest.approx(0.0072254, abs=1e-7)
     assert found.z == pytest.approx(0.349, abs=5e-4)
     assert found.p_value == pytest.approx(0.727, abs=5e-4)
-    assert found.p_adjusted == found.p_value
-    assert not CRITERION.passes(found)
     assert one(47, 39, n=200).p_value == pytest.approx(0.33, abs=5e-3)
 
 
@@ -53,7 +68,7 @@ def test_the_published_run_is_a_null_in_words() -> None:
         "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
         "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
     )
-    assert "z-test p = 0.73; McNemar p = 0.062)." in verdict(found)
+    assert "McNemar p = 0.062, 0.19 adjusted for all policies; z-test p = 0.73)." in verdict(found)
     assert re.search(
         r"not at least 5 points with p < 0.05: \+[1-4]\.\d points at most", verdict(found)
     )
@@ -67,33 +82,55 @@ def test_the_published_run_is_a_null_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "passes"),
+    ("count", "met"),
     # The 5-point arm binds: 153 is significant, 158 is the first that passes.
     [(100, False), (123, False), (152, False), (153, False), (157, False), (158, True)],
 )
-def test_kill_criterion(count: int, passes: bool) -> None:
-    assert Criterion(0.05, 0.05).passes(one(count, 123)) == passes
-
-
-def test_the_criterion_needs_both_of_its_parts() -> None:
+def test_the_published_kill_criterion(count: int, met: bool) -> None:
+    assert passes(count, 123, 692, 0.05, 0.05) == met
     assert least_passing_count(123, 692, 0.05) == 158
-    assert Criterion(0.0, 0.05).passes(one(153, 123))  # 4.3 points, p = 0.044
-    assert not Criterion(0.0, 0.05).passes(one(152, 123))
-    small = one(20, 5, n=60)
-    assert small.difference == 0.25
-    assert Criterion(0.05, 0.05).passes(small)
-    assert not Criterion(0.05, 0.0001).passes(small)
-    assert not Criterion(0.3, 0.05).passes(small)
+    assert passes(153, 123, 692, 0.0, 0.05)  # 4.3 points, p = 0.044
+    assert not passes(152, 123, 692, 0.0, 0.05)
 
 
-def test_several_claims_share_the_error() -> None:
-    arms = {
-        "a": answers_of(153, 692), "b": answers_of(153, 692), "zero": answers_of(123, 692),
-    }  # fmt: skip
-    first, second = compare(arms, [("a", "zero"), ("b", "zero")], seed=0, resamples=200)
-    assert first.p_adjusted == pytest.approx(2 * first.p_value)
-    assert second.p_adjusted == first.p_adjusted
-    assert not Criterion(0.0, 0.05).passes(first)
+@pytest.mark.parametrize(
+    ("criterion", "count", "control", "n", "met"),
+    [
+        ((0.05, 0.05), 35, 0, 700, True),  # five points, though no float is
+        ((0.05, 0.05), 34, 0, 700, False),
+        ((0.05, 0.05), 20, 5, 60, True),
+        ((0.05, 1e-5), 20, 5, 60, False),
+        ((0.3, 0.05), 20, 5, 60, False),
+        ((0.0, 0.05), 5, 20, 60, False),
+        ((0.0, 0.05), 5, 5, 60, False),
+    ],
+)
+def test_the_criterion_needs_both_of_its_parts(
+    criterion: tuple[float, float], count: int, control: int, n: int, met: bool
+) -> None:
+    [alone] = judged_together({"refit": [null("zero delta", count, control, n)]})["refit"]
+    assert Criterion(*criterion).passes(alone) == met
+
+
+p_values = st.floats(0, 1) | st.just(0.0) | st.just(1.0)
+nulls = st.builds(
+    lambda p, up: Null("any", 10, 5, 5.0, 0.1 if up else -0.1, p), p_values, st.booleans()
+)
+
+
+@given(st.lists(st.lists(nulls, min_size=1, max_size=4), min_size=1, max_size=5))
+def test_a_way_is_held_to_its_worst_null_and_all_ways_share_the_error(
+    of_ways: list[list[Null]],
+) -> None:
+    judged = judged_together({str(place): nulls for place, nulls in enumerate(of_ways)})
+    worst = [
+        max(1.0 if null.difference <= 0 else null.p_value for null in nulls) for nulls in of_ways
+    ]
+    for p_value, after, before in zip(holm(worst), judged.values(), of_ways, strict=True):
+        for alpha in (0.001, 0.05, 0.5):
+            if abs(p_value - alpha) > 1e-9:
+                assert all(null.rejected(alpha) for null in after) == (p_value < alpha)
+        assert all(a.p_adjusted >= b.p_value for a, b in zip(after, before, strict=True))
 
 
 def test_pairs_are_compared_item_by_item() -> None:
@@ -110,7 +147,7 @@ def test_pairs_are_compared_item_by_item() -> None:
 def test_arms_of_other_items_are_no_pairs() -> None:
     arms = {"a1": answers_of(3, 10), "a0": answers_of(3, 11)}
     with pytest.raises(ValueError, match="answered different items"):
-        compare(arms, [("a1", "a0")], seed=0)
+        compare(arms, "a1", "a0", seed=0)
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -141,8 +178,12 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
         (GAIN | {"standing": SUBSET}, "exploratory", (
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
-        (GAIN | {"random_refit": 290}, "perturbation", (
-            "Only jitter", "a random delta of equal norm scores 41.91% (290 of 692), too near",
+        (GAIN | {"random_refit": 297}, "perturbation", (
+            "Only jitter", "a random delta of equal norm scores 42.92%, too near",
+        )),
+        (GAIN | {"shuffled_refit": 297}, "shuffled", (
+            "No knowledge that can be shown, only training: fused by refit",
+            "an adapter trained alike on shuffled answers scores 42.92%, too near",
         )),
         # Items that were chosen for being wrong: any change leads back to 1 in 4.
         ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "random_refit": 8}, "guessing", (
@@ -199,19 +240,6 @@ def test_no_claim_without_the_deciding_pair() -> None:
         case(**GAIN, without=["a0_refit"])
 
 
-def test_mcnemar_that_disagrees_is_named() -> None:
-    arms = {name: answers_of(0, 692) for name in arms_of(POLICIES)}
-    arms |= {"a1_refit": answers_of(345, 692, shift=346), "a0_refit": answers_of(300, 692)}
-    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
-    found = find(
-        arms, right, answers_of(0, 692), ways=POLICIES.ways, criterion=Criterion(0.05, 0.06),
-        standing=Standing(), seed=0, resamples=200,
-    )  # fmt: skip
-    assert found.judgements[0].outcome == "content"
-    assert found.claims["refit"].p_adjusted < 0.06 < found.claims["refit"].mcnemar.p_value
-    assert "McNemar's exact test does not agree (p = 0.083)" in verdict(found)
-
-
 # --- form, positions, words -----------------------------------------------------------------------
 
 
@@ -238,7 +266,7 @@ def test_a_gain_of_boxes_is_no_content() -> None:
     answers = answers_of(345, 690)
     a0 = with_rules(answers, [index % 2 == 0 for index in range(690)])
     found = judged({"a1_refit": answers, "a0_refit": a0})
-    assert CRITERION.passes(found.claims["refit"])
+    assert CRITERION.passes(found.nulls["refit"][0])
     assert found.judgements[0].outcome == "format"
     assert verdict(found).startswith("No knowledge that can be shown, a change of form: ")
     assert "A0 50.00% (345 of 690)" in verdict(found)
@@ -280,16 +308,20 @@ def test_a_preferred_position_is_no_content() -> None:
     assert found.right_positions["A"] == 0.5
     assert sum(found.right_positions.values()) == pytest.approx(1.0)
     assert found.judgements[0].outcome == "guessing"
-    assert "what its choice of positions alone would score (50.0%)" in verdict(found)
+    assert "or its own choice of places, scores 50.00%, too near" in verdict(found)
 
 
 def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
-    found = case(a1_refit=158, a0_refit=123)
-    claim = found.claims["refit"]
-    assert claim.p_value < 0.02 < 0.05 < claim.p_adjusted
-    assert found.judgements[0].outcome == "undecided"  # of three claims
-    words = f"z-test p = 0.019, {claim.p_adjusted:.2g} adjusted for all ways; McNemar"
-    assert words in verdict(found)
+    """A1 and A0 differ in 80 items and 45; only one of three policies shows anything."""
+    arms = {"a1_refit": answers_of(158, 692, shift=45), "a0_refit": answers_of(123, 692)}
+    found = judged(arms)
+    claim, zero = found.claims["refit"], found.nulls["refit"][0]
+    assert (claim.mcnemar.gained, claim.mcnemar.lost) == (80, 45)
+    assert zero.p_adjusted == pytest.approx(3 * zero.p_value)
+    assert f"McNemar p = {zero.p_value:.2g}, {zero.p_adjusted:.2g} adjusted for all" in verdict(
+        found
+    )
+    assert found.judgements[0].outcome == "content"
 
 
 def test_arms_that_never_box_are_named() -> None:
