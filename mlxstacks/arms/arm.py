@@ -16,7 +16,7 @@ from mlxstacks.arms.settings import AnswerSettings, Scoring
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.errors import InputError
-from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
+from mlxstacks.evaluate import ChoiceItem, choose, normalised, score_continuations
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
@@ -83,6 +83,23 @@ class Arm:
             for item, scores, pick in zip(items, sums, picks, strict=True)
         ]  # fmt: skip
 
+    def second_choices(self, items: Sequence[Item], first: Sequence[Answer]) -> list[Answer]:
+        """Of each item the likeliest option other than the arm's own `first` answer: of the option
+        texts, or of the boxed letters where answers are generated.
+        """
+        scoring, normalisation = self.settings.scoring, self.settings.normalisation
+        encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
+        choices = []
+        for item, choice, sums, answer in zip(
+            items, encoded, self.score(encoded), first, strict=True
+        ):
+            values = normalised(choice, sums, normalisation)
+            others = [place for place in range(len(values)) if place != answer.pick]
+            pick = max(others, key=values.__getitem__)
+            rounded = tuple(round(value, 6) for value in sums)
+            choices.append(Answer.of(item, pick, LIKELIHOOD, scores=rounded))
+        return choices
+
 
 def question_text(item: Item, scoring: Scoring) -> str:
     """The user's turn. Under likelihood the options are what is scored, so they are not shown."""
@@ -140,14 +157,19 @@ def training_rows(
     return [{"messages": taught_chat(item, taught[item.item_id], scoring)} for item in items]
 
 
-def encode_choices(item: Item, tokenizer: Any, rendering: Rendering = PLAIN) -> ChoiceItem:
-    """The chat up to the answer as context; each option with the end mark as a continuation.
+def encode_choices(
+    item: Item, tokenizer: Any, rendering: Rendering = PLAIN, scoring: Scoring = "likelihood"
+) -> ChoiceItem:
+    """The chat up to the answer as context; each option with the end mark as a continuation: its
+    text, or under scoring "generate" its letter in a box.
 
     Raises: InputError for a chat template that writes the question otherwise for another answer.
     """
     contexts, continuations = set(), []
     for index in range(len(item.options)):
-        messages = taught_chat(item, index, "likelihood")
+        messages = taught_chat(item, index, scoring)
+        if scoring == "generate":
+            messages[1]["content"] = f"\\boxed{{{item.letters[index]}}}"
         row = encode_messages(messages, tokenizer, rendering=rendering)
         start = next(place for place, weight in enumerate(row.weights) if weight)
         end = max(place for place, weight in enumerate(row.weights) if weight) + 1

@@ -8,19 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mlxstacks.stats import (
+    ClusteredMean,
     Interval,
     McNemarTest,
     MeanInterval,
     binomial_test,
     bootstrap_difference,
+    clustered_mean,
     holm,
     mcnemar_of_pairs,
     two_proportion_z_test,
     wilson_interval,
 )
-from mlxstacks.studies.confound.plan import arm
+from mlxstacks.studies.confound.plan import PERSONA, SECOND, arm
 from mlxstacks.study.answers import Answer, paired
 from mlxstacks.study.items import TOTAL
+from mlxstacks.study.power import least_passing_count, passes
 
 Answers = Mapping[str, Sequence[Answer]]
 
@@ -67,7 +70,7 @@ def position_shares(places: Sequence[int | None]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Comparison:
     """An arm less its control. z, p_value: of the test of two proportions, which is the published
-    one. bootstrap: of the difference, over items.
+    one. bootstrap: of the difference, over items. clustered: the same over subjects.
     """
 
     arm: str
@@ -80,6 +83,7 @@ class Comparison:
     p_value: float
     mcnemar: McNemarTest
     bootstrap: MeanInterval
+    clustered: ClusteredMean
 
 
 def compare(
@@ -94,13 +98,17 @@ def compare(
         arm, control, n, count, control_count, test.difference, test.z, test.p_value,
         mcnemar_of_pairs(control_right, right),
         bootstrap_difference(control_right, right, seed=seed, resamples=resamples),
+        clustered_mean(
+            [float(a) - float(c) for a, c in zip(right, control_right, strict=True)],
+            [answer.subject for answer, _ in pairs],
+        ),
     )  # fmt: skip
 
 
 # --- what a gain has to beat ----------------------------------------------------------------------
 
-ZERO, FORM, RANDOM, SHUFFLED, GUESSING = (
-    "zero delta", "form", "random delta", "shuffled answers", "guessing"
+ZERO, FORM, MOVED, SHUFFLED, SECONDS, GUESSING = (
+    "zero delta", "form", "random delta", "shuffled answers", "second choices", "guessing"
 )  # fmt: skip
 
 
@@ -134,25 +142,80 @@ def null_of_pairs(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> Null:
 
 def nulls_of(answers: Answers, way: str) -> list[Null]:
     """All that A1 has to beat, of the arms that are there: its zero-delta control, the same among
-    the items that both answer in form, the other controls, and guessing.
+    the items that both answer in form, a random delta that moves as many answers, shuffled answers,
+    second choices, and guessing.
 
-    Guessing is the rate of an arm that picks any option, or what A1's own choice of places would
-    score, dealt out by chance, whichever is more.
+    A random delta that moves too few answers is no control: its null has p = 1. Guessing is the
+    rate of an arm that picks any option, or what A1's own choice of places would score, dealt out
+    by chance, whichever is more.
     """
-    trained = arm("a1", way)
+    trained, persona = arm("a1", way), answers.get(PERSONA, ())
     pairs = paired(answers, trained, arm("a0", way))
     nulls = [null_of_pairs(ZERO, pairs)]
     in_form = [(a, c) for a, c in pairs if a.in_form and c.in_form]
     if len(in_form) < len(pairs):
         nulls.append(null_of_pairs(FORM, in_form))
-    for name, kind in ((RANDOM, "random"), (SHUFFLED, "shuffled")):
-        if arm(kind, way) in answers:
-            nulls.append(null_of_pairs(name, paired(answers, trained, arm(kind, way))))
+    if arm("moved", way) in answers:
+        null = null_of_pairs(MOVED, paired(answers, trained, arm("moved", way)))
+        moved = (flips(persona, answers[arm(kind, way)]) for kind in ("a1", "moved"))
+        nulls.append(null if moves_as_many(*moved) else replace(null, p_value=1.0))
+    if arm("shuffled", way) in answers:
+        nulls.append(null_of_pairs(SHUFFLED, paired(answers, trained, arm("shuffled", way))))
+    if persona and SECOND in answers:
+        seconds = second_choices(persona, answers[SECOND], answers[trained])
+        pairs = paired({**answers, SECONDS: seconds}, trained, SECONDS)
+        nulls.append(null_of_pairs(SECONDS, pairs))
     a1 = arm_result(trained, answers[trained])
     rate = max(guess_rate(answers[trained]), a1.by_position)
     p_value = binomial_test(a1.correct, a1.n, rate)
     nulls.append(Null(GUESSING, a1.n, a1.correct, rate * a1.n, a1.accuracy - rate, p_value))
     return nulls
+
+
+def moves_as_many(trained: "Flips", random: "Flips") -> bool:
+    """Whether a random delta is no weaker a disturbance: it moves at least nine tenths of the
+    answers that the trained adapter moves, or not significantly fewer (p < 0.05).
+    """
+    if not trained.n or random.changed >= 0.9 * trained.changed:
+        return True
+    test = two_proportion_z_test(trained.changed, trained.n, random.changed, random.n)
+    return test.p_value >= 0.05
+
+
+def second_choices(
+    persona: Sequence[Answer], second: Sequence[Answer], trained: Sequence[Answer]
+) -> list[Answer]:
+    """What is right if every answer that the trained arm moves goes to the persona's second choice
+    instead. Law: the persona's own answers where nothing moves.
+    """
+    return [
+        second_choice if answer.pick != before.pick else before
+        for before, second_choice, answer in zip(persona, second, trained, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class PublishedRule:
+    """The published kill criterion, of one way: A1 - A0 of at least 5 points with p < 0.05 by the
+    two-proportion z-test, stated for 692 items. least_count: right answers of A1 that would pass.
+    """
+
+    n: int
+    count: int
+    control_count: int
+    p_value: float
+    least_count: int
+    met: bool
+    stated_n: int = 692
+
+
+def published_rule(claim: Comparison) -> PublishedRule:
+    rule = claim.n, 0.05, 0.05
+    return PublishedRule(
+        claim.n, claim.count, claim.control_count, claim.p_value,
+        least_passing_count(claim.control_count, *rule),
+        passes(claim.count, claim.control_count, *rule),
+    )  # fmt: skip
 
 
 def judged_together(nulls: Mapping[str, Sequence[Null]]) -> dict[str, tuple[Null, ...]]:

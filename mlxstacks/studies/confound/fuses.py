@@ -54,6 +54,16 @@ def random_adapter(adapter: Adapter, seed: int) -> Adapter:
     return replace(adapter, modules=modules)
 
 
+def write_scaled(adapter: Path, directory: Path, scale: float) -> None:
+    """Write the adapter with its delta times `scale`, as float32."""
+    given = read_adapter(adapter)
+    modules = {}
+    for path, packed in given.modules.items():
+        module = widened(packed)
+        modules[path] = replace(module, lora_b=(module.lora_b * np.float32(scale)))
+    write_adapter(replace(given, modules=modules), directory)
+
+
 def expert_norms(module: LoraModule) -> np.ndarray:
     """Frobenius norms of B A, (E,) for experts and () for a dense pair, float64; without scale."""
     a, b = module.lora_a.astype(np.float64), module.lora_b.astype(np.float64)

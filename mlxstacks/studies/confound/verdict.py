@@ -11,7 +11,8 @@ from mlxstacks.stats import paired_interval, two_proportion_z_test, wilson_inter
 from mlxstacks.studies.confound.analysis import (
     FORM,
     GUESSING,
-    RANDOM,
+    MOVED,
+    SECONDS,
     SHUFFLED,
     Answers,
     ArmResult,
@@ -20,6 +21,7 @@ from mlxstacks.studies.confound.analysis import (
     Flips,
     FormShift,
     Null,
+    PublishedRule,
     arm_result,
     compare,
     decompose,
@@ -27,17 +29,19 @@ from mlxstacks.studies.confound.analysis import (
     form_shift,
     guess_rate,
     judged_together,
+    moves_as_many,
     nulls_of,
     position_shares,
+    published_rule,
     subject_table,
 )
-from mlxstacks.studies.confound.plan import AGAIN, PERSONA, arm
+from mlxstacks.studies.confound.plan import AGAIN, KINDS, PERSONA, SECOND, arm
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 
 Outcome = Literal[
-    "content", "no content", "undecided", "format", "perturbation", "shuffled", "guessing",
-    "exploratory", "refused",
+    "content", "no content", "undecided", "format", "perturbation", "shuffled",
+    "second choice", "guessing", "exploratory", "refused",
 ]  # fmt: skip
 
 
@@ -69,8 +73,9 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the answers say. claims, forms (A1 against A0), nulls, decomposition, moved (A1 against
-    the persona), floors: by way, in order; judgements: the deciding way's first.
+    """What the answers say. claims, forms (A1 against A0), nulls, decomposition, floors: by way, in
+    order; judgements: the deciding way's first. moved, right_flips: by arm, against the persona, on
+    the test's items and on those that both models got right. published_rule: of the deciding way.
 
     persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
     right_positions: option position -> share of the test items where it is right.
@@ -91,6 +96,7 @@ class Findings:
     right_positions: dict[str, float]
     missing_controls: list[str]
     moved: dict[str, Flips]
+    published_rule: PublishedRule
     criterion: Criterion
     standing: Standing
     judgements: tuple[Judgement, ...] = ()
@@ -102,7 +108,7 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         figures = asdict(self) | {"outcome": self.outcome}
-        return {k: v for k, v in figures.items() if k not in ("moved", "criterion", "standing")}
+        return {k: v for k, v in figures.items() if k not in ("criterion", "standing")}
 
 
 def find(
@@ -130,15 +136,16 @@ def find(
     persona, deciding = answers.get(PERSONA, ()), answers[arm("a1", ways[0])]
     fused = [way for way in claimed if way != "unfused"]
     right_flips = {
-        way: flips(right.get(PERSONA, ()), right.get(arm("a0", way), ())) for way in fused
+        name: flips(right.get(PERSONA, ()), given) for name, given in right.items() if given
+    }
+    claims = {
+        way: compare(answers, *pair, seed, resamples)
+        for way, pair in zip(claimed, pairs, strict=True)
     }
     findings = Findings(
         arms=arms,
         arms_on_right_items={n: arm_result(n, given) for n, given in right.items() if given},
-        claims={
-            way: compare(answers, *pair, seed, resamples)
-            for way, pair in zip(claimed, pairs, strict=True)
-        },
+        claims=claims,
         forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
         nulls=judged_together({way: nulls_of(answers, way) for way in claimed}),
         decomposition={
@@ -153,7 +160,9 @@ def find(
         right_flips=right_flips,
         floors={
             way: floor_in_words(
-                flips(persona, answers[arm("a0", way)]), right_flips[way], criterion.alpha
+                flips(persona, answers[arm("a0", way)]),
+                right_flips.get(arm("a0", way), Flips(0, 0, 0, 0)),
+                criterion.alpha,
             )
             for way in fused
         },
@@ -161,7 +170,8 @@ def find(
         guess_rate=guess_rate(deciding),
         right_positions=position_shares([answer.gold for answer in deciding]),
         missing_controls=missing_controls(ways, answers, right),
-        moved={way: flips(persona, answers[arm("a1", way)]) for way in claimed},
+        moved={name: flips(persona, given) for name, given in answers.items()},
+        published_rule=published_rule(claims[claimed[0]]),
         criterion=criterion,
         standing=standing,
     )
@@ -175,6 +185,7 @@ def missing_controls(
     controls = {
         PERSONA: "the unfused persona, re-measured with the same harness",
         AGAIN: "a rerun of the unfused persona, for run-to-run flips",
+        SECOND: "the second choices of the unfused persona",
         arm("a1", "unfused"): "A1 unfused: content without rounding",
         arm("a0", "unfused"): "A0 unfused",
         arm("a1", "promote"): "A1 promoted",
@@ -182,11 +193,12 @@ def missing_controls(
     for way in ways:
         controls[arm("a0", way)] = f"the zero-delta arm through the same path ({way})"
         controls[arm("random", way)] = f"a random delta of equal norm ({way})"
+        controls[arm("moved", way)] = f"a random delta that moves as many answers ({way})"
         controls[arm("shuffled", way)] = f"an adapter trained alike on shuffled answers ({way})"
     missing = [words for name, words in controls.items() if not arms.get(name)]
-    fused = [way for way in ways if way != "unfused"]
-    if not right.get(PERSONA) or any(not right.get(arm("a0", way)) for way in fused):
-        missing.append("A0 on items that both models got right")
+    on_right_items = [PERSONA, *(arm(kind, way) for way in ways for kind in KINDS)]
+    if not all(right.get(name) for name in on_right_items):
+        missing.append("every arm on items that both models got right")
     return missing
 
 
@@ -218,8 +230,15 @@ def judge(findings: Findings, way: str) -> Judgement:
         beaten = criterion.passes(null) if null.name == FORM else null.rejected(criterion.alpha)
         if not beaten:
             outcome, why = _EXPLANATIONS[null.name]
+            random = findings.moved.get(arm("moved", way), Flips(0, 0, 0, 0))
+            trained = findings.moved[arm("a1", way)]
             if null.name == FORM:
                 reason = _of_form(findings.forms[way], null, claim.n)
+            elif null.name == MOVED and not moves_as_many(trained, random):
+                reason = (
+                    f"the random delta moves {percent(random.changed, random.n)} of the answers "
+                    f"and A1 {percent(trained.changed, trained.n)}"
+                )
             else:
                 rate = f"{null.expected / null.n:.2%}"
                 reason = f"{why[0]} {rate}, too near to be a difference (p = {null.p_adjusted:.2g})"
@@ -228,20 +247,30 @@ def judge(findings: Findings, way: str) -> Judgement:
         f"{null.name} {null.expected / null.n:.1%}" for null in others if null.name != FORM
     )
     p_value = max(null.p_adjusted for null in findings.nulls[way])
-    return Judgement(
-        way, "content", f"{gain}, and more than every control ({rates}; largest p {p_value:.2g})."
-    )
+    words = f"{gain}, and more than every control ({rates}; largest p {p_value:.2g})."
+    clustered = claim.clustered
+    if clustered.p_value is not None and clustered.p_value >= criterion.alpha:
+        words += (
+            f" By errors clustered over {clustered.clusters} subjects it may be chance (p = "
+            f"{clustered.p_value:.2g}): it comes from few of them."
+        )
+    return Judgement(way, "content", words)
 
 
 # What a null that is not rejected says: the outcome, who does as well, and what follows.
 _EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
     FORM: ("format", ("", "a change of form, not content.")),
-    RANDOM: ("perturbation", (
-        "a random delta of equal norm scores", "this may be a larger disturbance, not content.",
+    MOVED: ("perturbation", (
+        "a random delta that moves as many answers scores",
+        "this may be a larger disturbance, not content.",
     )),
     SHUFFLED: ("shuffled", (
         "an adapter trained alike on shuffled answers scores",
         "training itself moves answers so, whatever it teaches, so this is not content.",
+    )),
+    SECONDS: ("second choice", (
+        "the unfused persona's second choices in place of what A1 moves score",
+        "on items that were answered wrongly, whatever moves an answer there gains.",
     )),
     GUESSING: ("guessing", (
         "guessing, or its own choice of places, scores",
@@ -281,6 +310,7 @@ _HEADS = {
     "format": "No knowledge that can be shown, a change of form",
     "perturbation": "Only jitter, no knowledge that can be shown",
     "shuffled": "No knowledge that can be shown, only training",
+    "second choice": "No knowledge that can be shown, a move to second choices",
     "guessing": "No knowledge that can be shown, a way back to guessing",
     "exploratory": "No claim, this is not what was planned",
     "refused": "No claim, controls are missing",
@@ -307,7 +337,8 @@ def verdict(findings: Findings) -> str:
         f"{claim.p_value:.2g}). {first.words}"
     )
     words = ["EXPLORATORY."] if standing.reasons else []
-    words += [answer, content, *_of_other_ways(findings)]
+    words += [answer, content, *_of_other_ways(findings), *_loss(findings)]
+    words.append(published_in_words(findings.published_rule))
     if findings.missing_controls and first.outcome != "refused":
         words.append(f"Controls that are missing: {'; '.join(findings.missing_controls)}.")
     return " ".join([*words, standing.in_words()])
@@ -315,7 +346,7 @@ def verdict(findings: Findings) -> str:
 
 def _head(findings: Findings) -> str:
     first = findings.judgements[0]
-    claim, moved = findings.claims[first.way], findings.moved[first.way]
+    claim, moved = findings.claims[first.way], findings.moved[arm("a1", first.way)]
     if findings.standing.reasons and first.outcome != "refused":
         return _HEADS["exploratory"]
     if first.outcome in ("no content", "undecided"):
@@ -348,6 +379,31 @@ def _of_other_ways(findings: Findings) -> list[str]:
     if fused:
         words.append(f"Fused by {', '.join(fused)} it adds knowledge.")
     return words
+
+
+def _loss(findings: Findings) -> list[str]:
+    """What the deciding way costs, of items that both models got right."""
+    way = findings.judgements[0].way
+    lost = {kind: findings.right_flips.get(arm(kind, way)) for kind in ("a1", "a0")}
+    a1, a0 = lost["a1"], lost["a0"]
+    if a1 is None or a0 is None or not a1.n:
+        return []
+    return [
+        f"Of {a1.n} items that both models got right A1 loses {a1.broken}, A0 {a0.broken}.",
+    ]
+
+
+def published_in_words(rule: PublishedRule) -> str:
+    """The published rule, verbatim, next to ours."""
+    size = "" if rule.n == rule.stated_n else f", here {rule.n}"
+    least = f"the least count that passes is {rule.least_count}"
+    if rule.least_count > rule.n:
+        least = "no count would pass"
+    return (
+        "The published rule (A1 - A0 of at least 5 points and p < 0.05 by the z-test, one policy, "
+        f"n = {rule.stated_n}{size}) is {'met' if rule.met else 'not met'}: {rule.count} against "
+        f"{rule.control_count}, {least}, p = {rule.p_value:.2g}."
+    )
 
 
 def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:

@@ -163,6 +163,42 @@ def test_lossless_controls_answer_as_the_persona_does(done: Done) -> None:
     assert answers["a1_unfused"] != answers["persona"]
 
 
+def test_a_random_delta_is_searched_that_moves_as_many_answers(done: Done) -> None:
+    """Of items to train on; the scale that was found is that of the adapter that answers."""
+    split = json.loads((done.target / "split.json").read_text())
+    assert done.result.data["matching"].keys() == {"refit", "keep", "promote", "unfused"}
+    given = read_adapter(done.target / "random").modules
+    for way, search in done.result.data["matching"].items():
+        for number, probe in enumerate(search["probes"], 1):
+            header, *answers = rows_of(done.target / "answers" / f"probe_{way}_{number}.jsonl")
+            assert (header["scale"], len(answers)) == (probe["scale"], probe["n"])
+            assert [one["item_id"] for one in answers] == split["train"][:8]
+        moved = done.result.data["moved"][f"a1_{way}"]
+        assert search["target"] == moved["changed"] / moved["n"]
+        scaled = read_adapter(done.target / "matched" / way).modules
+        for path, module in given.items():
+            expected = search["scale"] * expert_norms(module)
+            np.testing.assert_allclose(expert_norms(scaled[path]), expected, rtol=1e-5)
+
+
+def test_second_choices_are_the_likeliest_but_the_chosen(done: Done, places: Places) -> None:
+    first, second = (
+        lines(done.target / f"answers/test_{name}.jsonl")[1:]
+        for name in ("persona", "persona_second")
+    )
+    for answer, other in zip(first, second, strict=True):
+        others = [n for n in range(3) if n != answer["pick"]]
+        assert other["pick"] == max(others, key=answer["scores"].__getitem__)
+    items = read_items(str(places[2]))[:4]
+    boxed = Arm(places[0], settings_for(places, places[0], scoring="generate"))
+    unanswered = [Answer.of(item, None, "none") for item in items]
+    for item, likeliest in zip(items, boxed.second_choices(items, unanswered), strict=True):
+        encoded = encode_choices(item, boxed.tokenizer, scoring="generate")
+        for letter, part in zip("ABC", encoded.continuations, strict=True):
+            assert f"{{{letter}}}" in boxed.tokenizer.decode(list(part)).replace(" ", "")
+        assert likeliest.pick == int(np.argmax(likeliest.scores))
+
+
 def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None:
     target = done.target
     split = json.loads((target / "split.json").read_text())
@@ -304,7 +340,7 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     nowhere = (tmp_path / "no-model", tmp_path / "no-persona", tmp_path / "no-items")
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
-    assert len(report.data["planned_arms"]) == 18
+    assert len(report.data["planned_arms"]) == 23
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,13 +17,15 @@ from mlxstacks.studies.confound.analysis import (
     Comparison,
     Flips,
     Null,
+    PublishedRule,
     compare,
     flips,
     guess_rate,
     judged_together,
     null_of_pairs,
+    second_choices,
 )
-from mlxstacks.studies.confound.plan import arms_of
+from mlxstacks.studies.confound.plan import arms_of, right_arms_of
 from mlxstacks.studies.confound.verdict import (
     Criterion,
     Findings,
@@ -60,7 +62,7 @@ def test_the_published_counts_give_the_published_p() -> None:
 
 def test_the_published_run_is_a_null_in_words() -> None:
     found = case(
-        a1_refit=128, a0_refit=123, random_refit=125, a1_promote=20, a1_unfused=20, right=692
+        a1_refit=128, a0_refit=123, moved_refit=125, a1_promote=20, a1_unfused=20, right=692
     )
     assert found.judgements[0].outcome == "no content"
     assert verdict(found).startswith(
@@ -155,7 +157,7 @@ def test_arms_of_other_items_are_no_pairs() -> None:
 GAIN: dict[str, Any] = {
     "a1_refit": 300,
     "a0_refit": 30,
-    "random_refit": 33,
+    "moved_refit": 33,
     "a1_unfused": 300,
     "a1_promote": 300,
 }
@@ -173,23 +175,27 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
         )),
         (GAIN | {"right": 0}, "refused", (
             "No claim, controls are missing: fused by refit",
-            "no gain is claimed without A0 on items that both models got right",
+            "no gain is claimed without every arm on items that both models got right",
         )),
         (GAIN | {"standing": SUBSET}, "exploratory", (
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
-        (GAIN | {"random_refit": 297}, "perturbation", (
-            "Only jitter", "a random delta of equal norm scores 42.92%, too near",
+        (GAIN | {"moved_refit": 297}, "perturbation", (
+            "Only jitter", "a random delta that moves as many answers scores 42.92%, too near",
         )),
         (GAIN | {"shuffled_refit": 297}, "shuffled", (
             "No knowledge that can be shown, only training: fused by refit",
             "an adapter trained alike on shuffled answers scores 42.92%, too near",
         )),
+        (GAIN | {"persona_second": 297}, "second choice", (
+            "No knowledge that can be shown, a move to second choices: fused by refit",
+            "second choices in place of what A1 moves score 42.92%, too near",
+        )),
         # Items that were chosen for being wrong: any change leads back to 1 in 4.
-        ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "random_refit": 8}, "guessing", (
+        ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "moved_refit": 8}, "guessing", (
             "No knowledge that can be shown, a way back to guessing",
         )),
-        ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "random_refit": 8}, "content", (
+        ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "moved_refit": 8}, "content", (
             "Knowledge, not only jitter",
         )),
         ({"a1_refit": 128, "a0_refit": 123, "without": ["persona_again"]}, "no content", (
@@ -235,6 +241,56 @@ def test_no_gain_without_every_control(name: str) -> None:
     assert found.missing_controls
 
 
+def test_a_random_delta_that_moves_too_few_answers_is_no_control() -> None:
+    """A1 moves 300 of 692; a random delta that moves none says nothing about moving."""
+    found = case(**GAIN)
+    assert found.moved["a1_refit"].changed == 300
+    still = judged({
+        "a1_refit": answers_of(300, 692), "a0_refit": answers_of(30, 692),
+        "moved_refit": answers_of(0, 692),
+    })  # fmt: skip
+    assert still.outcome == "perturbation"
+    assert "the random delta moves 0.00% (0 of 692) of the answers and A1 43.35%" in verdict(still)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=30))
+def test_second_choices_stand_where_an_answer_moved(picks: list[tuple[int, int, int]]) -> None:
+    persona, second, trained = (
+        [Answer(str(n), "alpha", 0, row[place], "boxed", 4) for n, row in enumerate(picks)]
+        for place in range(3)
+    )
+    chosen = second_choices(persona, second, trained)
+    for before, other, after, answer in zip(persona, second, trained, chosen, strict=True):
+        assert answer.pick == (before.pick if after.pick == before.pick else other.pick)
+
+
+def test_the_published_rule_is_printed_beside_ours() -> None:
+    met = case(a1_refit=158, a0_refit=123, shuffled_refit=157)
+    p_value = met.claims["refit"].p_value
+    assert met.published_rule == PublishedRule(692, 158, 123, p_value, 158, True)
+    assert met.outcome == "shuffled"
+    words = "policy, n = 692) is met: 158 against 123, the least count that passes is 158"
+    assert words in verdict(met)
+    small = case(n=60, a1_refit=2, a0_refit=1)
+    assert "n = 692, here 60) is not met: 2 against 1, the least count" in verdict(small)
+
+
+def test_a_gain_of_one_subject_is_told() -> None:
+    """All that A1 gains is of one subject of three."""
+    a1 = [
+        replace(answer, pick=answer.gold if answer.subject == "alpha" else answer.pick)
+        for answer in answers_of(0, 690)
+    ]
+    found = judged({"a1_refit": a1})
+    assert found.claims["refit"].clustered.clusters == 3
+    assert found.outcome == "content"
+    assert "By errors clustered over 3 subjects it may be chance (p = 0.42)" in verdict(found)
+
+
+def test_what_both_models_got_right_and_a1_loses_is_told() -> None:
+    assert "Of 200 items that both models got right A1 loses 0, A0 0." in verdict(case(**GAIN))
+
+
 def test_no_claim_without_the_deciding_pair() -> None:
     with pytest.raises(ValueError, match="no answers of A1 and A0 by refit"):
         case(**GAIN, without=["a0_refit"])
@@ -253,8 +309,11 @@ def with_rules(answers: list[Answer], boxed: Sequence[bool]) -> list[Answer]:
 
 def judged(arms: dict[str, list[Answer]]) -> Findings:
     n = len(next(iter(arms.values())))
-    every = {name: answers_of(0, n) for name in arms_of(POLICIES)} | arms
-    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    every = {
+        name: answers_of(0, n, step=2 if name.startswith("moved") else 1)
+        for name in arms_of(POLICIES)
+    } | arms
+    right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
     return find(
         every, right, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
         standing=Standing(), seed=0, resamples=200,
@@ -298,7 +357,8 @@ def test_a_preferred_position_is_no_content() -> None:
         ]  # fmt: skip
 
     every = {name: saying(None) for name in arms_of(POLICIES)} | {"a1_refit": saying(0)}
-    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    every["moved_refit"] = saying(4)
+    right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
     found = find(
         every, right, saying(None), ways=POLICIES.ways, criterion=CRITERION, standing=Standing(),
         seed=0, resamples=200,
