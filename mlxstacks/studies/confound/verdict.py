@@ -14,6 +14,7 @@ from mlxstacks.studies.confound.analysis import (
     MOVED,
     SECONDS,
     SHUFFLED,
+    ZERO,
     Answers,
     ArmResult,
     Comparison,
@@ -60,6 +61,18 @@ class Criterion:
 
     def in_words(self) -> str:
         return f"at least {100 * self.least_gain:g} points with p < {self.alpha:g}"
+
+
+def beaten(null: Null, criterion: Criterion) -> bool:
+    """Of A0, and of A0 among answers in form, by `least_gain`; of the others at all."""
+    if null.name in (ZERO, FORM):
+        return criterion.passes(null)
+    return null.rejected(criterion.alpha)
+
+
+def shows_content(nulls: Sequence[Null], criterion: Criterion) -> bool:
+    """The rule of one way. nulls: as `judged_together` gives them."""
+    return all(beaten(null, criterion) for null in nulls)
 
 
 @dataclass(frozen=True)
@@ -206,7 +219,7 @@ def judge(findings: Findings, way: str) -> Judgement:
     """The first thing that stands against a gain decides; nothing does: content."""
     claim, criterion = findings.claims[way], findings.criterion
     zero, *others = findings.nulls[way]
-    if not criterion.passes(zero):
+    if not beaten(zero, criterion):
         more = ""
         if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
@@ -227,8 +240,7 @@ def judge(findings: Findings, way: str) -> Judgement:
     if findings.standing.reasons:
         return Judgement(way, "exploratory", f"{gain}, but it is not what was planned.")
     for null in others:
-        beaten = criterion.passes(null) if null.name == FORM else null.rejected(criterion.alpha)
-        if not beaten:
+        if not beaten(null, criterion):
             outcome, why = _EXPLANATIONS[null.name]
             random = findings.moved.get(arm("moved", way), Flips(0, 0, 0, 0))
             trained = findings.moved[arm("a1", way)]
