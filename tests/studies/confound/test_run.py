@@ -264,7 +264,7 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
     rows = lines(items)
     rows[0]["answer"], rows[0]["answer_index"] = "B", 1
     changed = write_rows(tmp_path / "changed.jsonl", rows)
-    with pytest.raises(InputError, match=r"it differs in\n  items_sha256"):
+    with pytest.raises(InputError, match=r"it differs in\n  items: has changed"):
         run(settings_for((model, persona, changed), target))
     killed_after(0)
     work = work_path(target)
