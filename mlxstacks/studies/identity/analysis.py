@@ -142,6 +142,15 @@ def limits_of(settings: IdentitySettings, n: int) -> dict[str, int]:
     }
 
 
+# What a shut gate says, by its state.
+SHUT = {
+    "base passes": "scorer invalid",
+    "lost in its fuse": "persona lost by its own fuse",
+    "no persona": "no persona",
+    "persona fails": "no persona",
+}
+
+
 def gate(
     policy: str, base: int, persona: int, unfused: int | None, limits: Mapping[str, int]
 ) -> Figures:
@@ -167,8 +176,8 @@ def gate(
     elif unfused >= least:
         state = "lost in its fuse"
         why = (
-            f"the unfused persona passes, but its own fuse by {policy} lost it (at least {least} "
-            "are needed): nothing is left to preserve"
+            f"the unfused persona passes, but of the {least} that are needed its own fuse by "
+            f"{policy} left {persona}: nothing is left to preserve"
         )
     else:
         state, why = "no persona", f"not even unfused does the persona pass {least}"
@@ -177,7 +186,7 @@ def gate(
     return {
         "policy": policy, "state": state, "base": base, "persona": persona, "unfused": unfused,
         "limits": dict(limits), "valid": state == "valid",
-        "words": f"scorer invalid {scores}: {why}. No preservation claim"
+        "words": f"{SHUT[state]} {scores}: {why}. No preservation claim"
         if why else f"scorer valid {scores}",
     }  # fmt: skip
 

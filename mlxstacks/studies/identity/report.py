@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxstacks.studies.identity.analysis import Figures
+from mlxstacks.studies.identity.analysis import SHUT, Figures
 from mlxstacks.studies.identity.plan import UNFUSED
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
@@ -42,7 +42,7 @@ def outcome_of(figures: Figures) -> str:
         judged = [j["outcome"] for j in figures["judgements"] if j["policy"] == policy]
         counts = [f"{judged.count(o)} {_COUNTED.get(o, o)}" for o in dict.fromkeys(judged)]
         words = ", ".join(counts) or "nothing judged"
-        parts.append(f"{policy}: {words if state == 'valid' else f'scorer invalid, {state}'}")
+        parts.append(f"{policy}: {words if state == 'valid' else SHUT[state]}")
     return "; ".join(parts)
 
 
