@@ -56,6 +56,10 @@ def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
     assert "survival 50.0%" in " ".join(capsys.readouterr().out.split())
     found = json.loads(Path("page/result.json").read_text())
+    page = Path("page/result.md").read_text()
+    assert page.startswith("# Results")
+    assert all(f"## {name}\n\n" in page for name in ("two", "one"))
+    assert page.count("survival 50.0%") >= 2
     assert [run["path"] for run in found["data"]["runs"]] == ["two", "one"]
     assert command(["report", "two", "--save-path", "page"]) == 2
     assert "exists" in capsys.readouterr().err
