@@ -185,15 +185,22 @@ def choose(
     """Highest normalised score of each item; a tie at the top counts as wrong."""
     picks = []
     for item, sums in zip(items, scores, strict=True):
-        lengths = {
-            "sum": [1] * len(sums),
-            "token": [len(tokens) for tokens in item.continuations],
-            "character": item.characters,
-        }[normalisation]
-        values = [value / max(length, 1) for value, length in zip(sums, lengths, strict=True)]
+        values = normalised(item, sums, normalisation)
         best = max(values)
         picks.append(values.index(best) if values.count(best) == 1 else -1)
     return ChoiceResult(normalisation, tuple(picks), tuple(item.answer_index for item in items))
+
+
+def normalised(
+    item: ChoiceItem, sums: Sequence[float], normalisation: Normalisation
+) -> list[float]:
+    """Of each candidate its sum of log p, or the mean over its tokens or characters."""
+    lengths = {
+        "sum": [1] * len(sums),
+        "token": [len(tokens) for tokens in item.continuations],
+        "character": item.characters,
+    }[normalisation]
+    return [value / max(length, 1) for value, length in zip(sums, lengths, strict=True)]
 
 
 def _candidate_row(item: ChoiceItem, continuation: tuple[int, ...], max_tokens: int | None) -> Row:

@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.stats import (
+    ClusteredMean,
+    binomial_test,
     bootstrap_difference,
+    clustered_mean,
     holm,
     mcnemar_exact_test,
     mcnemar_of_pairs,
@@ -152,6 +155,34 @@ def test_mcnemar_is_exact(gained: int, lost: int) -> None:
     tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
     assert result.p_value == pytest.approx(min(1.0, 2 * tail / 2**n), rel=1e-9)
     assert result.chi_square == pytest.approx((gained - lost) ** 2 / max(n, 1))
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.integers(1, 4))
+def test_copies_in_a_cluster_say_nothing_new(values: list[float], copies: int) -> None:
+    names = [str(place) for place in range(len(values)) for _ in range(copies)]
+    clustered = clustered_mean([value for value in values for _ in range(copies)], names)
+    alone = mean_interval(values)
+    assert clustered.clusters == len(values)
+    assert (clustered.low, clustered.high) == pytest.approx((alone.low, alone.high), abs=1e-9)
+
+
+def test_one_cluster_has_no_error() -> None:
+    assert clustered_mean([1.0, 0.0], ["a", "a"]) == ClusteredMean(0.5, None, None, None, 1)
+    assert clustered_mean([0.0, 0.0], ["a", "b"]).p_value == 1.0
+    assert clustered_mean([1.0, 1.0], ["a", "b"]).p_value == 0.0
+    with pytest.raises(ValueError, match="2 values and 1 clusters"):
+        clustered_mean([1.0, 0.0], ["a"])
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]))
+def test_the_binomial_test_is_exact(count: int, more: int, rate: float) -> None:
+    n = count + more
+    p_value = binomial_test(count, n, rate)
+    assert 0 <= p_value <= 1
+    assert p_value == pytest.approx(binomial_test(more, n, 1 - rate), rel=1e-9, abs=1e-300)
+    up = sum(math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(count, n + 1))
+    down = sum(math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(count + 1))
+    assert p_value == pytest.approx(min(1.0, 2 * min(up, down)), rel=1e-9, abs=1e-300)
 
 
 def test_pairs_are_counted() -> None:

@@ -4,7 +4,7 @@ An item is asked, and its answer is taught, in the same words.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from mlxstacks.arms.settings import AnswerSettings, Scoring
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.errors import InputError
-from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
+from mlxstacks.evaluate import ChoiceItem, choose, normalised, score_continuations
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
@@ -25,7 +25,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
 from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.integrity import file_sha256
-from mlxstacks.study.items import Item
+from mlxstacks.study.items import Item, shuffled
 from mlxstacks.training.modes import evaluating, prepare_base
 
 INSTRUCTION = (
@@ -84,6 +84,23 @@ class Arm:
             for item, scores, pick in zip(items, sums, picks, strict=True)
         ]  # fmt: skip
 
+    def second_choices(self, items: Sequence[Item], first: Sequence[Answer]) -> list[Answer]:
+        """Of each item the likeliest option other than the arm's own `first` answer: of the option
+        texts, or of the boxed letters where answers are generated.
+        """
+        scoring, normalisation = self.settings.scoring, self.settings.normalisation
+        encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
+        choices = []
+        for item, choice, sums, answer in zip(
+            items, encoded, self.score(encoded), first, strict=True
+        ):
+            values = normalised(choice, sums, normalisation)
+            others = [place for place in range(len(values)) if place != answer.pick]
+            pick = max(others, key=values.__getitem__)
+            rounded = tuple(round(value, 6) for value in sums)
+            choices.append(Answer.of(item, pick, LIKELIHOOD, scores=rounded))
+        return choices
+
 
 def question_text(item: Item, scoring: Scoring) -> str:
     """The user's turn. Under likelihood the options are what is scored, so they are not shown."""
@@ -113,27 +130,47 @@ def taught_chat(item: Item, index: int, scoring: Scoring) -> list[dict[str, str]
 
 
 def training_rows(
-    items: Iterable[Item], scoring: Scoring, answers: Literal["right", "random"], seed: int
+    items: Sequence[Item],
+    scoring: Scoring,
+    answers: Literal["right", "random"],
+    seed: int,
+    *,
+    shuffle: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows of `mlxstacks train`. answers: "random" teaches an option drawn for each item."""
-    rows = []
+    """Rows of `mlxstacks train`. answers: "random" teaches an option drawn for each item. shuffle:
+    the same rows with the letters that they teach dealt out anew among the items with as many
+    options, so that everything is as before but what belongs to what.
+
+    Law of shuffle: each letter is taught as often as before, in each number of options.
+    """
+    taught = {}
     for item in items:
         index = item.answer_index
         if answers == "random":
             digest = hashlib.sha256(f"{seed}/answer/{item.item_id}".encode()).digest()
             index = int.from_bytes(digest[:8]) % len(item.options)
-        rows.append({"messages": taught_chat(item, index, scoring)})
-    return rows
+        taught[item.item_id] = index
+    if shuffle:
+        for count in {len(item.options) for item in items}:
+            alike = [item for item in items if len(item.options) == count]
+            dealt = [taught[item.item_id] for item in shuffled(alike, seed, "deal")]
+            taught |= {item.item_id: index for item, index in zip(alike, dealt, strict=True)}
+    return [{"messages": taught_chat(item, taught[item.item_id], scoring)} for item in items]
 
 
-def encode_choices(item: Item, tokenizer: Any, rendering: Rendering = PLAIN) -> ChoiceItem:
-    """The chat up to the answer as context; each option with the end mark as a continuation.
+def encode_choices(
+    item: Item, tokenizer: Any, rendering: Rendering = PLAIN, scoring: Scoring = "likelihood"
+) -> ChoiceItem:
+    """The chat up to the answer as context; each option with the end mark as a continuation: its
+    text, or under scoring "generate" its letter in a box.
 
     Raises: InputError for a chat template that writes the question otherwise for another answer.
     """
     contexts, continuations = set(), []
     for index in range(len(item.options)):
-        messages = taught_chat(item, index, "likelihood")
+        messages = taught_chat(item, index, scoring)
+        if scoring == "generate":
+            messages[1]["content"] = f"\\boxed{{{item.letters[index]}}}"
         row = encode_messages(messages, tokenizer, rendering=rendering)
         start = next(place for place, weight in enumerate(row.weights) if weight)
         end = max(place for place, weight in enumerate(row.weights) if weight) + 1

@@ -50,6 +50,12 @@ def run(
         # a damaged result is no absent one: it is named when the page is made
         anything = any(OUT.glob("*/result.json"))
     notes = []
+    if not anything and (unfinished := sorted(work.name for work in OUT.glob(".*.work"))):
+        names = ", ".join(name.removeprefix(".").removesuffix(".work") for name in unfinished)
+        raise InputError(
+            f"./{OUT}: no finished result yet; {names}: the same command again finishes it, and "
+            "`mlxstacks report RUN...` takes results from elsewhere"
+        )
     if not anything:
         first = "nano's sample adapter and its zero-delta control"
         if dry_run:

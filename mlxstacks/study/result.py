@@ -167,8 +167,10 @@ class Result(Document):
     def checked(self, directory: Path) -> "Result":
         """This result beside what lies in its directory now. Raises: as `check_provenance`."""
         reasons, notes = list[str](), list[str]()
+        told = {}
         if self.seal != self.digest():
             reasons.append(CHANGED)
+            told = dict.fromkeys(("outcome", "verdict"), f"Not shown: {CHANGED}.")
         if self.plan is not None and self.plan_sha256 != json_sha256(self.plan):
             reasons.append("the plan in it has not the hash that it names")
         files = check_provenance(directory, self.provenance)
@@ -185,6 +187,7 @@ class Result(Document):
         return self.model_copy(
             update={
                 "standing": standing, "notes": (*self.notes, *notes), "directory": str(directory),
+                **told,
             }
         )  # fmt: skip
 

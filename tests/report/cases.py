@@ -244,14 +244,14 @@ def profile_result() -> dict[str, Any]:
 
 def confound_result() -> dict[str, Any]:
     settings = ConfoundSettings(model="m", persona="p", items="i", policies=("refit",))
-    findings = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
+    findings = confound_cases.case(n=60, right=20, a1_refit=30, moved_refit=2)
     plan = {"hypothesis": "A1 beats A0.", "n": 60}
     mined = {"table": {"all": {"both wrong": 200}}, "train": ["1"], "test": ["2"]}
     return Result(
         **CONFOUND, status="done", outcome="adds knowledge", verdict=confound_verdict(findings),
         standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
         plan=plan, plan_sha256=json_sha256(plan), power=("enough items",),
-        data=findings.as_json(), blocks=confound_blocks(findings, {}, mined, settings),
+        data=findings.as_json(), blocks=confound_blocks(findings, {}, mined, settings, {}),
     ).sealed().as_json()  # fmt: skip
 
 

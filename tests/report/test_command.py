@@ -43,6 +43,13 @@ def test_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not any(tmp_path.iterdir())
 
 
+def test_an_unfinished_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mlxstacks-out/.confound-nano.work").mkdir(parents=True)
+    assert command(["report"]) == 2
+    assert "no finished result yet; confound-nano: the same command" in capsys.readouterr().err
+    assert not Path("mlxstacks-out/fuse").exists()
+
+
 def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_run(Path(name), RESULT, fuse_report())

@@ -42,6 +42,7 @@ def settings_for(
     values: dict[str, Any] = {
         "model": model, "persona": persona, "items": items, "save_path": str(save_path),
         "scoring": "likelihood", "persona_requant": "nearest", "policies": ("refit", "keep"),
+        "probe_items": 8,
         "train": TRAIN | changes.pop("train", {}), "batch_size": 16, "sample": None,
         "plots": False,
     }  # fmt: skip
@@ -54,12 +55,16 @@ POLICIES = ConfoundSettings(policies=("refit", "promote"))
 CRITERION = Criterion(0.05, 0.05)
 
 
-def answers_of(right: int, n: int, options: int = 10, shift: int = 0) -> list[Answer]:
-    """`right` of `n` right answers, those of the first items (moved on by `shift`)."""
+def answers_of(
+    right: int, n: int, options: int = 10, shift: int = 0, step: int = 1
+) -> list[Answer]:
+    """`right` of `n` right answers, those of the first items (moved on by `shift`); the others are
+    wrong by `step` places.
+    """
     return [
         Answer(
             str(index), SUBJECTS[index % 3], index % options,
-            (index + ((index - shift) % n >= right)) % options, "boxed", options,
+            (index + step * ((index - shift) % n >= right)) % options, "boxed", options,
         )
         for index in range(n)
     ]  # fmt: skip
@@ -78,7 +83,11 @@ def case(
     right: items of the control, all of which every arm gets right. without: arms left out.
     """
     names = [name for name in arms_of(POLICIES) if name not in without]
-    answers = {name: answers_of(counts.get(name, 0), n, options) for name in names}
+    # A random delta that moves every answer, whatever A1 moves.
+    steps = {name: 2 if name.startswith("moved") else 1 for name in names}
+    answers = {
+        name: answers_of(counts.get(name, 0), n, options, step=step) for name, step in steps.items()
+    }
     control = {name: answers_of(right, right) for name in right_arms_of(POLICIES) if right}
     return find(
         answers, control, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,

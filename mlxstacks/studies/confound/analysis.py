@@ -5,20 +5,25 @@ Everything here is computed from answers alone; arms are compared item by item, 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlxstacks.stats import (
+    ClusteredMean,
     Interval,
     McNemarTest,
     MeanInterval,
+    binomial_test,
     bootstrap_difference,
+    clustered_mean,
     holm,
     mcnemar_of_pairs,
     two_proportion_z_test,
     wilson_interval,
 )
+from mlxstacks.studies.confound.plan import PERSONA, SECOND, arm
 from mlxstacks.study.answers import Answer, paired
 from mlxstacks.study.items import TOTAL
+from mlxstacks.study.power import least_passing_count, passes
 
 Answers = Mapping[str, Sequence[Answer]]
 
@@ -64,8 +69,8 @@ def position_shares(places: Sequence[int | None]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm less its control. p_adjusted: of the z-test, by Holm over the claims it is tested
-    with (alone: p_value itself). bootstrap: of the difference, over items.
+    """An arm less its control. z, p_value: of the test of two proportions, which is the published
+    one. bootstrap: of the difference, over items. clustered: the same over subjects.
     """
 
     arm: str
@@ -76,38 +81,163 @@ class Comparison:
     difference: float
     z: float
     p_value: float
-    p_adjusted: float
     mcnemar: McNemarTest
     bootstrap: MeanInterval
+    clustered: ClusteredMean
 
 
 def compare(
-    answers: Answers, pairs: Sequence[tuple[str, str]], seed: int, resamples: int = 10_000
-) -> list[Comparison]:
-    """Each (arm, control), tested together as one family.
+    answers: Answers, arm: str, control: str, seed: int, resamples: int = 10_000
+) -> Comparison:
+    """Raises: ValueError for arms that answered different items: such pairs are no pairs."""
+    pairs = paired(answers, arm, control)
+    right, control_right = [a.correct for a, _ in pairs], [c.correct for _, c in pairs]
+    n, count, control_count = len(pairs), sum(right), sum(control_right)
+    test = two_proportion_z_test(count, n, control_count, n)
+    return Comparison(
+        arm, control, n, count, control_count, test.difference, test.z, test.p_value,
+        mcnemar_of_pairs(control_right, right),
+        bootstrap_difference(control_right, right, seed=seed, resamples=resamples),
+        clustered_mean(
+            [float(a) - float(c) for a, c in zip(right, control_right, strict=True)],
+            [answer.subject for answer, _ in pairs],
+        ),
+    )  # fmt: skip
 
-    Raises: ValueError for arms that answered different items: such pairs are no pairs.
+
+# --- what a gain has to beat ----------------------------------------------------------------------
+
+ZERO, FORM, MOVED, SHUFFLED, SECONDS, GUESSING = (
+    "zero delta", "form", "random delta", "shuffled answers", "second choices", "guessing"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Null:
+    """A null hypothesis: A1 answers no more items than something without knowledge does.
+
+    n, count: items, and those that A1 answers rightly. expected: how many it answers under the
+    null. difference: of the rates. p_value: exact, two-sided. p_adjusted: see `judged_together`.
     """
-    right = [
-        [(answer.correct, control.correct) for answer, control in paired(answers, *pair)]
-        for pair in pairs
+
+    name: str
+    n: int
+    count: int
+    expected: float
+    difference: float
+    p_value: float
+    p_adjusted: float = 1.0
+
+    def rejected(self, alpha: float) -> bool:
+        return self.difference > 0 and self.p_adjusted < alpha
+
+
+def null_of_pairs(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> Null:
+    """A1 against a control that answered the same items, by McNemar's exact test."""
+    right, control = [a.correct for a, _ in pairs], [c.correct for _, c in pairs]
+    n, count, expected = len(pairs), sum(right), sum(control)
+    p_value = mcnemar_of_pairs(control, right).p_value
+    return Null(name, n, count, expected, (count - expected) / max(n, 1), p_value)
+
+
+def nulls_of(answers: Answers, way: str) -> list[Null]:
+    """All that A1 has to beat, of the arms that are there: its zero-delta control, the same among
+    the items that both answer in form, a random delta that moves as many answers, shuffled answers,
+    second choices, and guessing.
+
+    A random delta that moves too few answers is no control: its null has p = 1. Guessing is the
+    rate of an arm that picks any option, or what A1's own choice of places would score, dealt out
+    by chance, whichever is more.
+    """
+    trained, persona = arm("a1", way), answers.get(PERSONA, ())
+    pairs = paired(answers, trained, arm("a0", way))
+    nulls = [null_of_pairs(ZERO, pairs)]
+    in_form = [(a, c) for a, c in pairs if a.in_form and c.in_form]
+    if len(in_form) < len(pairs):
+        nulls.append(null_of_pairs(FORM, in_form))
+    if arm("moved", way) in answers:
+        null = null_of_pairs(MOVED, paired(answers, trained, arm("moved", way)))
+        moved = (flips(persona, answers[arm(kind, way)]) for kind in ("a1", "moved"))
+        nulls.append(null if moves_as_many(*moved) else replace(null, p_value=1.0))
+    if arm("shuffled", way) in answers:
+        nulls.append(null_of_pairs(SHUFFLED, paired(answers, trained, arm("shuffled", way))))
+    if persona and SECOND in answers:
+        seconds = second_choices(persona, answers[SECOND], answers[trained])
+        pairs = paired({**answers, SECONDS: seconds}, trained, SECONDS)
+        nulls.append(null_of_pairs(SECONDS, pairs))
+    a1 = arm_result(trained, answers[trained])
+    rate = max(guess_rate(answers[trained]), a1.by_position)
+    p_value = binomial_test(a1.correct, a1.n, rate)
+    nulls.append(Null(GUESSING, a1.n, a1.correct, rate * a1.n, a1.accuracy - rate, p_value))
+    return nulls
+
+
+def moves_as_many(trained: "Flips", random: "Flips") -> bool:
+    """Whether a random delta is no weaker a disturbance: it moves at least nine tenths of the
+    answers that the trained adapter moves, or not significantly fewer (p < 0.05).
+    """
+    if not trained.n or random.changed >= 0.9 * trained.changed:
+        return True
+    test = two_proportion_z_test(trained.changed, trained.n, random.changed, random.n)
+    return test.p_value >= 0.05
+
+
+def second_choices(
+    persona: Sequence[Answer], second: Sequence[Answer], trained: Sequence[Answer]
+) -> list[Answer]:
+    """What is right if every answer that the trained arm moves goes to the persona's second choice
+    instead. Law: the persona's own answers where nothing moves.
+    """
+    return [
+        second_choice if answer.pick != before.pick else before
+        for before, second_choice, answer in zip(persona, second, trained, strict=True)
     ]
-    counts = [(sum(a for a, _ in of_pair), sum(c for _, c in of_pair)) for of_pair in right]
-    tests = [
-        two_proportion_z_test(count, len(of_pair), control, len(of_pair))
-        for of_pair, (count, control) in zip(right, counts, strict=True)
+
+
+@dataclass(frozen=True)
+class PublishedRule:
+    """The published kill criterion, of one way: A1 - A0 of at least 5 points with p < 0.05 by the
+    two-proportion z-test, stated for 692 items. least_count: right answers of A1 that would pass.
+    """
+
+    n: int
+    count: int
+    control_count: int
+    p_value: float
+    least_count: int
+    met: bool
+    stated_n: int = 692
+
+
+def published_rule(claim: Comparison) -> PublishedRule:
+    rule = claim.n, 0.05, 0.05
+    return PublishedRule(
+        claim.n, claim.count, claim.control_count, claim.p_value,
+        least_passing_count(claim.control_count, *rule),
+        passes(claim.count, claim.control_count, *rule),
+    )  # fmt: skip
+
+
+def judged_together(nulls: Mapping[str, Sequence[Null]]) -> dict[str, tuple[Null, ...]]:
+    """Each null with its p adjusted for all ways, as one family.
+
+    A way shows content only where all of its nulls are rejected, so its p is the largest of theirs
+    (an intersection-union test, which needs no correction within the way), 1 where one is not
+    beaten at all; Holm's rule over the ways corrects it, and its factor goes to each of the way's
+    nulls. Law: all nulls of a way are below alpha where its p by Holm is, and not else.
+    """
+    worst = {
+        way: max(1.0 if null.difference <= 0 else null.p_value for null in of_way)
+        for way, of_way in nulls.items()
+    }
+    factors = [
+        adjusted / plain if plain else 1.0
+        for plain, adjusted in zip(worst.values(), holm([*worst.values()]), strict=True)
     ]
-    adjusted = holm([test.p_value for test in tests])
-    comparisons = []
-    for number, (arm, control) in enumerate(pairs):
-        n, test, (count, control_count) = len(right[number]), tests[number], counts[number]
-        arm_right, control_right = zip(*right[number], strict=True)
-        comparisons.append(Comparison(
-            arm, control, n, count, control_count, (count - control_count) / n, test.z,
-            test.p_value, adjusted[number], mcnemar_of_pairs(control_right, arm_right),
-            bootstrap_difference(control_right, arm_right, seed=seed, resamples=resamples),
-        ))  # fmt: skip
-    return comparisons
+    return {
+        way: tuple(replace(n, p_adjusted=min(1.0, n.p_value * factor)) for n in of_way)
+        for (way, of_way), factor in zip(nulls.items(), factors, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -201,8 +331,8 @@ def subject_table(answers: Answers) -> dict[str, dict[str, int]]:
     for answer in items:
         table[answer.subject]["n"] += 1
         table[TOTAL]["n"] += 1
-    for arm, given in answers.items():
+    for name, given in answers.items():
         for answer in given:
-            table[answer.subject][arm] += answer.correct
-            table[TOTAL][arm] += answer.correct
+            table[answer.subject][name] += answer.correct
+            table[TOTAL][name] += answer.correct
     return table

@@ -1,10 +1,11 @@
 """The models of the arms: a trained adapter's controls, and what a policy fuses of all three.
 
-A trained adapter (a1), its zero-delta control (a0) and a random delta of equal norm go through the
-same code with the trained one's own decisions, so that nothing but the delta differs between them.
+A trained adapter (a1), its zero-delta control (a0), a random delta of equal norm and an adapter
+that was trained on shuffled answers go through the same code with the trained one's own decisions,
+so that nothing but the delta differs between them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,6 @@ from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.ops.affine import unpack
-
-KINDS = ("a1", "a0", "random")
-
 
 # --- adapters -------------------------------------------------------------------------------------
 
@@ -56,6 +54,16 @@ def random_adapter(adapter: Adapter, seed: int) -> Adapter:
     return replace(adapter, modules=modules)
 
 
+def write_scaled(adapter: Path, directory: Path, scale: float) -> None:
+    """Write the adapter with its delta times `scale`, as float32."""
+    given = read_adapter(adapter)
+    modules = {}
+    for path, packed in given.modules.items():
+        module = widened(packed)
+        modules[path] = replace(module, lora_b=(module.lora_b * np.float32(scale)))
+    write_adapter(replace(given, modules=modules), directory)
+
+
 def expert_norms(module: LoraModule) -> np.ndarray:
     """Frobenius norms of B A, (E,) for experts and () for a dense pair, float64; without scale."""
     a, b = module.lora_a.astype(np.float64), module.lora_b.astype(np.float64)
@@ -78,38 +86,52 @@ def fuse_all(
     target_correlation: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Fuse the three into `directory`/KIND; returns the figures of each, as in a fuse's result, and
-    how many codes differ between them. adapters: a1 and random.
+    """Fuse the adapters and a zero-delta control into `directory`/KIND; returns the figures of
+    each, as in a fuse's result, how many codes differ between them, and the bits that a1 decided.
+
+    adapters: a1, and by their kinds those that are fused with its decisions.
     """
-    common: dict[str, Any] = {
-        "model": str(model), "requant": policy, "seed": seed,
-        "target_correlation": target_correlation, "force": True,
-    }  # fmt: skip
-    trained = {**common, "adapter_path": (str(adapters["a1"]),)}
-    a1 = fuse(FuseSettings(save_path=str(directory / "a1"), **trained))
-    a0 = fuse(FuseSettings(save_path=str(directory / "a0"), zero_delta=True, **trained))
+    trained = FuseSettings(
+        model=str(model), adapter_path=(str(adapters["a1"]),), save_path=str(directory / "a1"),
+        requant=policy, target_correlation=target_correlation, seed=seed, force=True,
+    )  # fmt: skip
+    a1 = fuse(trained)
+    zero = {"save_path": str(directory / "a0"), "zero_delta": True}
+    figures = {"a1": _figures(a1), "a0": _figures(fuse(trained.model_copy(update=zero)))}
     modules = a1.stages[-1].modules
-    # Promotion chooses bits by the delta; the random one gets those of the adapter.
+    # Promotion chooses bits by the delta; the others get those of the adapter.
     bits = tuple(
         f"{module.path}={module.bits_after}"
         for module in modules
         if module.bits_after is not None
         and (policy == "auto" or (policy == "promote" and module.bits_after != module.bits_before))
     )
-    random = fuse(
-        FuseSettings(
-            save_path=str(directory / "random"), adapter_path=(str(adapters["random"]),),
-            bits=bits, **common,
-        )
-    )  # fmt: skip
+    for kind, adapter in adapters.items():
+        if kind != "a1":
+            figures[kind] = fuse_alike(
+                model, adapter, directory / kind, policy, target_correlation, seed, bits
+            )
     after = {module.path: module.bits_after for module in modules}
     return {
-        **{kind: _figures(report) for kind, report in zip(KINDS, (a1, a0, random), strict=True)},
+        **figures,
+        "bits_of_a1": list(bits),
         "codes_that_differ": {
             "a1_and_a0": codes_that_differ(directory / "a1", directory / "a0", after),
             "a0_and_unfused": codes_that_differ(directory / "a0", model, after),
         },
     }
+
+
+def fuse_alike(
+    model: Path, adapter: Path, save_path: Path, policy: PolicyName, target_correlation: float,
+    seed: int, bits: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Fuse one adapter with what another one decided; returns its figures. bits: `bits_of_a1`."""
+    settings = FuseSettings(
+        model=str(model), adapter_path=(str(adapter),), save_path=str(save_path), requant=policy,
+        target_correlation=target_correlation, seed=seed, force=True, bits=tuple(bits),
+    )  # fmt: skip
+    return _figures(fuse(settings))
 
 
 def _figures(report: FuseReport) -> dict[str, Any]:

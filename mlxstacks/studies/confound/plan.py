@@ -11,41 +11,51 @@ from typing import Any
 from mlxstacks.arms.arm import INSTRUCTION
 from mlxstacks.arms.set_g import Mined
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.studies.confound.matching import MOST_PROBES
 from mlxstacks.studies.confound.settings import NOT_OF_THE_PLAN, ConfoundSettings
 from mlxstacks.study.items import Item, items_sha256
 from mlxstacks.study.plan import Plan, ids_sha256
 
-PERSONA, AGAIN = "persona", "persona_again"
+PERSONA, AGAIN, SECOND = "persona", "persona_again", "persona_second"
+# moved: a random delta, scaled until it moves as many answers as a1. Of a1's answers, so the last.
+KINDS = ("a0", "a1", "random", "shuffled", "moved")
 HYPOTHESIS = (
     "The trained adapter (A1) answers more of the items that base and persona both got wrong than "
     "its zero-delta control (A0), which went through the same fuse."
 )
 RULES = (
-    "Content is A1 - A0, never A1 less the unfused persona. It counts when it is at least "
-    "least_gain, with p < alpha by the two-proportion z-test, p adjusted over the claims by Holm's "
-    "rule; when, where one of the two boxes more answers (McNemar p < alpha), the same holds, by "
-    "plain p, among the items that both boxed; when A1 also beats a random delta of equal norm "
-    "with p < alpha; and when the 95% interval of A1 lies above the rate of guessing and above "
-    "what its choice of positions alone would score. McNemar's exact test on the same pairs is "
-    "reported beside it. A subset, another plan or a missing control cannot satisfy the criterion."
+    "Content is A1 - A0, never A1 less the unfused persona. A policy shows it when A1 - A0 is at "
+    "least least_gain, also among the items that both answered in the form that was asked for, and "
+    "A1 answers more items than each of: A0; the same items in form; a random delta, scaled until "
+    "it moves as many answers of items to train on as A1 moves of the test's; an adapter trained "
+    "alike on shuffled answers; the unfused persona's second choices where A1 moves its answer, "
+    "its first ones elsewhere; and guessing (or what A1's choice of places alone would score, if "
+    "that is more). McNemar's exact test on the same items, the binomial test for guessing; the "
+    "largest p of a policy, adjusted over all policies by Holm's rule, is below alpha. A subset, "
+    "another plan or a missing control cannot satisfy the criterion, nor can a random delta that "
+    "moves significantly fewer answers than A1, by more than a tenth."
 )
-TEST = "two-proportion z-test, pooled, two-sided; McNemar's exact test reported beside it"
+TEST = (
+    "McNemar's exact test, two-sided, of A1 against each control, all together; the published "
+    "two-proportion z-test of A1 - A0 reported beside it"
+)
 
 
 def arm(kind: str, way: str) -> str:
-    """Name of an arm: a1, a0 or random under a policy, or unfused."""
+    """Name of an arm: a kind of `KINDS` under a policy, or unfused."""
     return f"{kind}_{way}"
 
 
 def arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
-    """All arms on the test items: the persona twice, then three for each way."""
-    kinds = ("a0", "a1", "random")
-    return (PERSONA, AGAIN, *(arm(kind, way) for way in settings.ways for kind in kinds))
+    """All arms on the test items: the persona twice, its second choices, then one of each kind for
+    each way.
+    """
+    return (PERSONA, AGAIN, SECOND, *(arm(kind, way) for way in settings.ways for kind in KINDS))
 
 
 def right_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
-    """Arms on the items that both models got right."""
-    return (PERSONA, *(arm("a0", way) for way in settings.ways if way != "unfused"))
+    """Arms on the items that both models got right: what each of them loses."""
+    return tuple(name for name in arms_of(settings) if name not in (AGAIN, SECOND))
 
 
 def protocol_of(
@@ -83,20 +93,28 @@ def plan_of(settings: ConfoundSettings, mined: Mined, data: Mapping[str, str]) -
         expected_rate=settings.expected_rate,
         expected_discordant=settings.expected_discordant,
         claims=claims_of(settings),
-        details={"rules": RULES, "train_items": len(mined.train), "right_items": len(mined.right)},
+        details={
+            "rules": RULES,
+            "train_items": len(mined.train),
+            "right_items": len(mined.right),
+            "probe_items": min(settings.probe_items, len(mined.train)),
+            "most_probes": MOST_PROBES,
+        },
     )
 
 
 def data_of(
-    mined: Mined, protocol: Mapping[str, Any], rows_sha256: str, persona_sha256: str
+    mined: Mined, protocol: Mapping[str, Any], rows_sha256: Mapping[str, str], persona_sha256: str
 ) -> dict[str, str]:
-    """persona_sha256: of the model that has the persona, fused or given."""
+    """rows_sha256: of the rows to train on, by name. persona_sha256: of the model that has the
+    persona, fused or given.
+    """
     return {
         "persona_model": persona_sha256,
         "protocol": json_sha256(protocol),
         "test_items": items_sha256(mined.test),
         "right_items": ids_sha256(item.item_id for item in mined.right),
-        "train_rows": rows_sha256,
+        **rows_sha256,
     }
 
 

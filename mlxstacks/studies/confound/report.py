@@ -12,13 +12,17 @@ from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, 
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
-    "random": "random delta",
+    "random": "random delta", "shuffled": "shuffled answers",
+    "moved": "random delta, as many moved",
 }  # fmt: skip
 OUTCOMES = {
     "format": "a change of form; no knowledge shown",
     "content": "adds knowledge", "no content": "no knowledge shown",
     "undecided": "undecided: too few items",
-    "perturbation": "a disturbance; no knowledge shown", "guessing": "leads back to guessing",
+    "perturbation": "a disturbance; no knowledge shown",
+    "shuffled": "training, not content; no knowledge shown",
+    "second choice": "a move to second choices; no knowledge shown",
+    "guessing": "leads back to guessing",
     "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
 }  # fmt: skip
 
@@ -43,11 +47,15 @@ def blocks(
     fuses: Mapping[str, Any],
     mined: Mapping[str, Any],
     settings: ConfoundSettings,
+    matching: Mapping[str, Any],
 ) -> tuple[Block, ...]:
-    """Arms and claims first; counts by subject last, folded."""
+    """Arms and claims first; counts by subject last, folded. matching: way -> the search for the
+    scale of its random delta.
+    """
     return (
         _arm_plot(findings), _content_plot(findings), _arm_table(findings, fuses, settings),
-        *_claim_tables(findings), _words(findings, fuses, mined), *_more_tables(findings),
+        *_claim_tables(findings), _null_table(findings), _rule_table(findings),
+        _moved_table(findings, matching), _words(findings, fuses, mined), *_more_tables(findings),
         _counts_table("mined", "Mined items", mined["table"]),
         _counts_table("subjects", "Right answers by subject", findings.subjects),
         _position_table(findings),
@@ -64,6 +72,13 @@ def _share(arm: ArmResult) -> tuple[float, float, float]:
 
 def _gain(claim: Comparison) -> tuple[float, float, float]:
     return claim.difference, claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
+
+
+def _clustered(claim: Comparison) -> tuple[float, float, float] | None:
+    clustered = claim.clustered
+    if clustered.low is None or clustered.high is None:
+        return None
+    return clustered.mean, clustered.low, clustered.high
 
 
 def _series(label: str, shares: Sequence[tuple[float, float, float] | None]) -> Series:
@@ -96,18 +111,14 @@ def _arm_plot(findings: Findings) -> Plot:
 
 
 def _content_plot(findings: Findings) -> Plot:
-    """A1 - A0, and A1 - the random delta, by policy."""
-    claims, against_random = findings.claims, findings.against_random
+    """A1 - A0 by policy."""
+    claims = findings.claims
     least_gain = 100 * findings.criterion.least_gain
-    randoms = [against_random.get(way) for way in claims]
     title = "Content by policy: A1 - A0"
     points = ", ".join(f"{way} {100 * claim.difference:+.3g}" for way, claim in claims.items())
     return Plot(
         id="content", title=title, kind="intervals", categories=tuple(claims),
-        series=(
-            _series("A1 - A0", [_gain(claim) for claim in claims.values()]),
-            _series("A1 - random", [None if r is None else _gain(r) for r in randoms]),
-        ),
+        series=(_series("A1 - A0", [_gain(claim) for claim in claims.values()]),),
         x_label="percentage points, bootstrap 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
         alt=f"{title}, percentage points: {points}.",
@@ -126,36 +137,45 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
             fuse = correlation, total.get("artifact")
         rules = ", ".join(f"{rule} {count}" for rule, count in result.rules.items())
         right = f"{result.correct} of {result.n}"
-        rows.append((_name(name), right, _share(result), result.unanswered, rules, *fuse))
+        moved, on_right = findings.moved.get(name), findings.right_flips.get(name)
+        rows.append((
+            _name(name), right, _share(result), moved.changed if moved else None,
+            on_right.broken if on_right else None, result.unanswered, rules, *fuse,
+        ))  # fmt: skip
     columns: Columns = {
-        "arm": "text", "right": "text", "share (95%)": "share",
+        "arm": "text", "right": "text", "share (95%)": "share", "moved": "count", "lost": "count",
         "no answer" if settings.scoring == "generate" else "ties": "count",
         "answer taken by": "text", "correlation": ("number", 3), "artifact": ("share", 2),
     }  # fmt: skip
     return Table.of(
         "arms-table", "Arms", columns, rows,
-        caption=f"Guessing gives {findings.guess_rate:.1%}. Correlation: of what the fuse realised "
-        "with the delta. Artifact: what the fuse changes at zero delta, in sizes of the weights.",
+        caption=f"Guessing gives {findings.guess_rate:.1%}. Moved: answers other than the unfused "
+        "persona's. Lost: of the items that both models got right. Correlation: of what the fuse "
+        "realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of the "
+        "weights.",
     )  # fmt: skip
 
 
 def _claim_tables(findings: Findings) -> Iterator[Table]:
     columns: Columns = {
-        "policy": "text", "A1 - A0, points (95%)": ("points", 2), "p (z)": "p", "p (z, Holm)": "p",
-        "p (McNemar)": "p", "A1 - random": ("points", 2), "outcome": "text",
+        "policy": "text", "A1 - A0, points (95%)": ("points", 2),
+        "over subjects, points (95%)": ("points", 2), "p (z)": "p",
+        "p (McNemar)": "p", "p (all, Holm)": "p", "outcome": "text",
     }  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for judgement in findings.judgements:
         way, claim = judgement.way, findings.claims[judgement.way]
-        random = findings.against_random.get(way)
+        p_value = max(null.p_adjusted for null in findings.nulls[way])
         rows.append((
-            way, _gain(claim), claim.p_value, claim.p_adjusted, claim.mcnemar.p_value,
-            None if random is None else random.difference, judgement.outcome,
+            way, _gain(claim), _clustered(claim), claim.p_value, claim.mcnemar.p_value, p_value,
+            judgement.outcome,
         ))  # fmt: skip
     yield Table.of(
         "claims", "Content: A1 - A0", columns, rows,
-        caption="z: test of two proportions; Holm: adjusted for all policies together; McNemar: "
-        "exact, on pairs of answers. Random: a delta of equal norm in each module.",
+        caption="Over subjects: by errors clustered over them, too small where they are few. z: "
+        "test of two proportions, the published one; McNemar: exact, on pairs of "
+        "answers. All, Holm: the largest p of all that A1 has to beat (below), adjusted for all "
+        "policies together.",
     )  # fmt: skip
     columns = {
         "policy": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
@@ -170,6 +190,81 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         ],
         caption="Floor: A0 - persona, what the fuse does by itself. Content: A1 - A0. Total: their "
         "sum. Shares where the total is positive; 95% intervals of the differences are above.",
+    )  # fmt: skip
+
+
+def _null_table(findings: Findings) -> Table:
+    """What A1 has to beat for content, by policy; all of it."""
+    columns: Columns = {
+        "policy: A1 against": "text", "A1": "share", "against": "share",
+        "gain, points": ("points", 2), "items": "count", "p": "p", "p (all, Holm)": "p",
+    }  # fmt: skip
+    rows = [
+        (
+            f"{way}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
+            null.p_value, null.p_adjusted,
+        )
+        for way, nulls in findings.nulls.items()
+        for null in nulls
+        for n in [max(null.n, 1)]
+    ]  # fmt: skip
+    n = min(arm.n for arm in findings.arms.values())
+    return Table.of(
+        "nulls", "What A1 has to beat", columns, rows,
+        caption="McNemar's exact test on pairs of answers; guessing by the binomial test. Form: A0 "
+        "among the items that both answer in form, where some are not. A policy shows content "
+        f"where all of its rows have p (all, Holm) below alpha. All {share_note(n)}.",
+    )  # fmt: skip
+
+
+def _rule_table(findings: Findings) -> Table:
+    """The published rule next to ours, of the deciding way."""
+    published, first = findings.published_rule, findings.judgements[0]
+    p_value = max(null.p_adjusted for null in findings.nulls[first.way])
+    columns: Columns = {
+        "rule": "text", "items": "count", "A1": "count", "A0": "count",
+        "least passing count": "text", "p": "p", "content": "text",
+    }  # fmt: skip
+    counts = published.count, published.control_count
+    least = str(published.least_count) if published.least_count <= published.n else "none passes"
+    ours = f"ours: {100 * findings.criterion.least_gain:g} points, every control, all policies"
+    rows: list[tuple[Cell, ...]] = [
+        (
+            "published: 5 points, p < 0.05 (z), one policy", published.n, *counts, least,
+            published.p_value, "yes" if published.met else "no",
+        ),
+        (ours, published.n, *counts, "depends on pairs", p_value, first.outcome),
+    ]  # fmt: skip
+    return Table.of(
+        "rules", f"The published rule and ours, {first.way}", columns, rows,
+        caption=f"The published rule is stated for {published.stated_n} items.",
+    )  # fmt: skip
+
+
+def _moved_table(findings: Findings, matching: Mapping[str, Any]) -> Table:
+    """Answers moved by each kind of arm, and the scale of the random delta that moves as many."""
+    kinds = ("a1", "a0", "random", "shuffled", "moved")
+    columns: Columns = {
+        "policy": "text", **dict.fromkeys(kinds, "count"), "scale": "number",
+        "moved in the search": "text", "searched for": "share", "probes": "count",
+    }  # fmt: skip
+    rows: list[tuple[Cell, ...]] = []
+    for way in findings.claims:
+        moved = [findings.moved.get(f"{kind}_{way}") for kind in kinds]
+        counts = [None if flips is None else flips.changed for flips in moved]
+        search = matching.get(way)
+        about: tuple[Cell, ...] = (None, None, None, None)
+        if search:
+            [best] = [p for p in search["probes"] if p["scale"] == search["scale"]]
+            shown = f"{best['moved']} of {best['n']}"
+            about = search["scale"], shown, search["target"], len(search["probes"])
+        rows.append((way, *counts, *about))
+    n = min(arm.n for arm in findings.arms.values())
+    return Table.of(
+        "moved", "Answers moved", columns, rows, folded=True,
+        caption=f"Of {n} answers, those that are not the unfused persona's. Scale: of the random "
+        "delta, 1 being A1's norm; searched on items to train on until it moves the share that A1 "
+        "moves of the test's.",
     )  # fmt: skip
 
 

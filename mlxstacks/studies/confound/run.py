@@ -5,14 +5,18 @@ rest. Until it is done the run lives in its work directory (study/engine.py):
 
     protocol.json   everything that is decided before the first answer; another one is refused
     answers/        of every model and arm, appended as they come; changed ones are refused
-    split.json      which item went where; data/train.jsonl the rows to train on
+    split.json      which item went where; data/, data-shuffled/ the rows to train on
     plan.json       the plan, fixed before the first arm answers
-    adapter/ zero/ random/   A1, its zero-delta control, a random delta of equal norm
+    adapter/ zero/ random/ shuffled/   A1, its zero-delta control, a random delta of equal norm, and
+                    an adapter that was trained alike on the same rows with shuffled answers
+    matched/WAY/    the random delta at the scale at which it moves as many answers as A1
     fuse/POLICY.json what a policy's fuses did to the weights; models/ until they have answered
+    fuse/moved_WAY.json  the search for that scale
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,10 +32,13 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.studies.confound.fuses import KINDS, fuse_all, write_controls
+from mlxstacks.studies.confound.analysis import flips
+from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
+from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     PERSONA,
+    SECOND,
     arm,
     arms_of,
     data_of,
@@ -50,6 +57,7 @@ from mlxstacks.studies.confound.verdict import (
     verdict,
 )
 from mlxstacks.studies.train import run as train_run
+from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
@@ -77,7 +85,9 @@ ABOUT = {
 PROTOCOL, SPLIT = "protocol.json", "split.json"
 ANSWERS, DATA, FUSE = "answers", "data", "fuse"
 PERSONA_MODEL, MODELS = "persona", "models"
-ADAPTER, ZERO, RANDOM = "adapter", "zero", "random"
+ADAPTER, ZERO, RANDOM, SHUFFLED = "adapter", "zero", "random", "shuffled"
+MATCHED, DATA_SHUFFLED = "matched", f"{DATA}-{SHUFFLED}"
+ADAPTERS = {"a1": ADAPTER, "a0": ZERO, "random": RANDOM, "shuffled": SHUFFLED}
 
 
 def run(
@@ -109,8 +119,21 @@ def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:
     return (words,)
 
 
+def _not_limited(settings: ConfoundSettings) -> tuple[str, ...]:
+    """What `limit` leaves at its size."""
+    if settings.limit is None:
+        return ()
+    items = "every item" if settings.sample is None else f"up to {settings.sample:,} items"
+    note = (
+        f"limit {settings.limit} cuts the answers of the arms alone. Not mining, where base and "
+        f"persona answer {items} each (--sample N cuts it), and not training, "
+        f"{settings.train.iters} batches (--set train.iters=N)."
+    )
+    return (note,)
+
+
 class _Confound(Study):
-    provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}/*.jsonl")
+    provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}*/*.jsonl")
     settings: ConfoundSettings
 
     def __init__(
@@ -121,13 +144,15 @@ class _Confound(Study):
         self.plot_formats = FORMATS if settings.plots else ()
         models = (PERSONA_MODEL, MODELS) if settings.keep_models else ()
         self.artifacts = (
-            ANSWERS, DATA, FUSE, ADAPTER, ZERO, RANDOM, PROTOCOL, SPLIT, RECIPE, *models,
+            ANSWERS, DATA, DATA_SHUFFLED, FUSE, *ADAPTERS.values(), MATCHED, PROTOCOL, SPLIT,
+            RECIPE, *models,
         )  # fmt: skip
 
     # --- before the first answer ------------------------------------------------------------------
 
     def planned(self) -> Result:
         settings = self.settings
+        check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
@@ -135,7 +160,12 @@ class _Confound(Study):
         )  # fmt: skip
         if self.dry_run:
             table = plan_table(shown, arms_of(settings))
-            return head.model_copy(update={"power": planned_power(settings), "blocks": (table,)})
+            return head.model_copy(
+                update={
+                    "power": planned_power(settings), "blocks": (table,),
+                    "notes": _not_limited(settings),
+                }
+            )  # fmt: skip
         self.sample = stratified_sample(
             read_items(str(settings.items), settings.subjects), settings.sample, settings.seed
         )
@@ -162,9 +192,11 @@ class _Confound(Study):
         yield Step("training", self._train)
         for name in (PERSONA, AGAIN):
             yield Step(name, lambda _, name=name: self._ask(name, self.persona))  # type: ignore[misc]
+        yield Step(SECOND, self._ask_second)
         for way in self.settings.ways:
             run_way = self._ask_unfused if way == "unfused" else self._ask_fused
             yield Step(way, functools.partial(run_way, way))
+            yield Step(arm("moved", way), functools.partial(self._ask_matched, way))
 
     def _whole(self) -> WholeProgress:
         """Of answers and of batches of training. How many items Set G has to test on is not known
@@ -174,7 +206,10 @@ class _Confound(Study):
         tested = max(1, int(len(self.sample) * (1 - settings.train_share) / 2))
         self.tested = min(settings.limit or tested, tested)
         files = len(arms) + (len(right_arms_of(settings)) if settings.right_items else 0)
-        total = 2 * len(self.sample) + (settings.train.iters or 1) + files * self.tested
+        # A search is shorter than its most probes; half of them stand for it.
+        self.search = settings.probe_items * MOST_PROBES // 2
+        total = 2 * len(self.sample) + 2 * (settings.train.iters or 1) + files * self.tested
+        total += len(settings.ways) * self.search
         return WholeProgress(self.progress, total)
 
     def _prepare(self, work: Path) -> None:
@@ -217,69 +252,155 @@ class _Confound(Study):
         model: Path,
         size: int,
         adapter: Path | None = None,
+        answer: Callable[[Arm, Sequence[Item]], Sequence[Answer]] | None = None,
     ) -> None:
         """Of each file the first so many; the model is loaded only where some are missing. size: of
-        each in the whole run's progress.
+        each in the whole run's progress, 0 for parts of a part. answer: by default `Arm.answer`.
         """
         load = functools.cache(functools.partial(Arm, model, self.settings, adapter))
+        answer = answer or Arm.answer
         for file, count in files:
-            progress = self.whole.part(size, file.path.stem.replace("_", " "))
+            progress = self.whole.part(size, file.path.stem.replace("_", " ")) if size else None
             file.complete(
-                count, self.settings.batch_size, lambda items: load().answer(items), progress
+                count, self.settings.batch_size, lambda items: answer(load(), items), progress
             )
 
     def _plan(self, work: Path) -> None:
         """Writes the training rows and the plan, or finds the same ones written."""
-        settings, rows_path = self.settings, work / DATA / "train.jsonl"
-        write_rows(
-            rows_path,
-            training_rows(
-                self.mined.train, settings.scoring, settings.train_answers, settings.seed
-            ),
-        )
-        data = data_of(self.mined, self.protocol, file_sha256(rows_path), self.persona_sha256)
+        settings = self.settings
+        for name, shuffle in ((DATA, False), (DATA_SHUFFLED, True)):
+            rows = training_rows(
+                self.mined.train, settings.scoring, settings.train_answers, settings.seed,
+                shuffle=shuffle,
+            )  # fmt: skip
+            write_rows(work / name / "train.jsonl", rows)
+        data = data_of(self.mined, self.protocol, _rows_sha256(work), self.persona_sha256)
         self.plan = plan_of(settings, self.mined, data)
         fix_plan(work / PLAN, self.plan, sorted((work / ANSWERS).glob("test_*.jsonl")))
 
     def _train(self, work: Path) -> None:
-        """A1 and its two controls."""
-        settings, adapter = self.settings, work / ADAPTER
-        if not adapter.exists():
-            change = {
-                "model": str(self.persona), "data": str(work / DATA),
-                "save_path": str(adapter), "seed": settings.seed,
-                "thinking": settings.thinking, "allow_special": settings.allow_special,
-            }  # fmt: skip
-            progress = self.whole.part(settings.train.iters or 1, "training")
-            train_run.run(settings.train.model_copy(update=change), progress=progress)
-            mx.clear_cache()
-        write_controls(adapter, work / ZERO, work / RANDOM, settings.seed)
+        """A1 and its controls."""
+        for adapter, rows in ((ADAPTER, DATA), (SHUFFLED, DATA_SHUFFLED)):
+            self._train_one(work / adapter, work / rows)
+        write_controls(work / ADAPTER, work / ZERO, work / RANDOM, self.settings.seed)
+
+    def _train_one(self, adapter: Path, rows: Path) -> None:
+        if adapter.exists():
+            return
+        settings = self.settings
+        change = {
+            "model": str(self.persona), "data": str(rows), "save_path": str(adapter),
+            "seed": settings.seed, "thinking": settings.thinking,
+            "allow_special": settings.allow_special,
+        }  # fmt: skip
+        progress = self.whole.part(settings.train.iters or 1, f"training {adapter.name}")
+        train_run.run(settings.train.model_copy(update=change), progress=progress)
+        mx.clear_cache()
+
+    def _ask_second(self, work: Path) -> None:
+        """The persona's second choices: where it would go, were it pushed a little."""
+        persona, _ = self._files(PERSONA)["test"]
+        first = {answer.item_id: answer for answer in persona.answers()}
+
+        def answer(model: Arm, items: Sequence[Item]) -> list[Answer]:
+            return model.second_choices(items, [first[item.item_id] for item in items])
+
+        files = self._files(SECOND).values()
+        self._complete(files, self.persona, self.tested, answer=answer)
 
     def _ask_unfused(self, way: str, work: Path) -> None:
-        for kind, source in zip(KINDS, (ADAPTER, ZERO, RANDOM), strict=True):
-            self._ask(arm(kind, way), self.persona, work / source)
+        for kind, adapter in ADAPTERS.items():
+            self._ask(arm(kind, way), self.persona, work / adapter)
 
     def _ask_fused(self, way: str, work: Path) -> None:
-        """Fuse, unless every answer of it is there, and let the three models answer."""
+        """Fuse, unless every answer of it is there, and let the models answer."""
         settings, path = self.settings, work / FUSE / f"{way}.json"
-        directory = work / MODELS / way
-        models = {arm(kind, way): directory / kind for kind in KINDS}
-        answered = all(
-            len(file.answers()) >= count
-            for name in models
-            for file, count in self._files(name).values()
-        )
-        if not (path.is_file() and (answered or all(p.exists() for p in models.values()))):
-            adapters = {"a1": work / ADAPTER, "random": work / RANDOM}
+        models = {arm(kind, way): work / MODELS / way / kind for kind in ADAPTERS}
+        if not (path.is_file() and all(self._done(name, at) for name, at in models.items())):
+            adapters = {kind: work / ADAPTERS[kind] for kind in ADAPTERS if kind != "a0"}
             figures = fuse_all(
-                self.persona, adapters, directory, cast("PolicyName", way),
+                self.persona, adapters, work / MODELS / way, cast("PolicyName", way),
                 settings.target_correlation, settings.seed,
             )  # fmt: skip
             write_sealed(path, figures)
         for name, model in models.items():
             self._ask(name, model)
-        if not settings.keep_models:
-            discard(directory)
+
+    def _done(self, name: str, model: Path) -> bool:
+        """Whether an arm has answered all, or what it needs to is there."""
+        files = self._files(name).values()
+        return model.exists() or all(len(file.answers()) >= count for file, count in files)
+
+    def _ask_matched(self, way: str, work: Path) -> None:
+        """Search the scale at which the random delta moves as many answers as A1, and let it
+        answer; the way's models go.
+        """
+        settings, name, models = self.settings, arm("moved", way), work / MODELS / way
+        target, probes = self._search(way, work)
+        scale, path = closest(target, probes).scale, work / FUSE / f"moved_{way}.json"
+        adapter = work / MATCHED / way
+        model = adapter if way == "unfused" else models / "moved"
+        if not (path.is_file() and self._done(name, model)):
+            figures = self._write_scaled(way, scale, adapter, model, work)
+            tried = [asdict(probe) for probe in probes]
+            write_sealed(path, {"target": target, "scale": scale, "probes": tried, "fuse": figures})
+        if way == "unfused":
+            self._ask(name, self.persona, adapter)
+        else:
+            self._ask(name, model)
+        if way == "unfused" or not settings.keep_models:
+            discard(models)
+
+    def _search(self, way: str, work: Path) -> tuple[float, list[Probe]]:
+        """The share of the test's answers that A1 moves; what the random delta moves by scale, of
+        items to train on, which it has never met.
+        """
+        settings, models = self.settings, work / MODELS / way
+        moved = flips(self._answers(PERSONA), self._answers(arm("a1", way)))
+        target = moved.changed / moved.n
+        before, items = self._mining_file(PERSONA).answers(), self.mined.train
+        items = items[: settings.probe_items]
+        progress = self.whole.part(self.search, f"matching {way}")
+        probes: list[Probe] = []
+        while (scale := next_scale(target, probes)) is not None:
+            progress(len(probes), MOST_PROBES)
+            number = len(probes) + 1
+            header = {
+                "plan_sha256": self.plan.sha256, "of": f"probe {number}",
+                "arm": arm("moved", way), "scale": scale,
+            }  # fmt: skip
+            file = AnswerFile(work / ANSWERS / f"probe_{way}_{number}.jsonl", header, items)
+            if len(file.answers()) < len(items):
+                adapter, model = models / "probe_adapter", models / "probe"
+                self._write_scaled(way, scale, adapter, model, work)
+                if way == "unfused":
+                    self._complete([(file, len(items))], self.persona, 0, adapter)
+                else:
+                    self._complete([(file, len(items))], model, 0)
+                mx.clear_cache()
+            found = flips(before, file.answers())
+            probes.append(Probe(scale, found.changed, found.n))
+        return target, probes
+
+    def _write_scaled(
+        self, way: str, scale: float, adapter: Path, model: Path, work: Path
+    ) -> dict[str, Any] | None:
+        """The random delta at a scale; by a policy fused too, with A1's decisions."""
+        settings = self.settings
+        discard(adapter)
+        write_scaled(work / RANDOM, adapter, scale)
+        if way == "unfused":
+            return None
+        bits = read_sealed(work / FUSE / f"{way}.json")[0]["bits_of_a1"]
+        return fuse_alike(
+            self.persona, adapter, model, cast("PolicyName", way), settings.target_correlation,
+            settings.seed, bits,
+        )  # fmt: skip
+
+    def _answers(self, name: str) -> list[Answer]:
+        """Of an arm, to the test's items."""
+        file, count = self._files(name)["test"]
+        return file.answers()[:count]
 
     def _ask(self, name: str, model: Path, adapter: Path | None = None) -> None:
         """An arm's answers to its parts."""
@@ -309,8 +430,7 @@ class _Confound(Study):
         fuses = _fuses(settings, work)
         data = data_of(
             self.mined, read_object((work / PROTOCOL).read_bytes()),
-            file_sha256(work / DATA / "train.jsonl"),
-            fingerprint(open_checkpoint(self.persona), self.persona_sha256),
+            _rows_sha256(work), fingerprint(open_checkpoint(self.persona), self.persona_sha256),
         )  # fmt: skip
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
         findings = _found(
@@ -322,7 +442,9 @@ class _Confound(Study):
             *self.mined.notes, *length_notes(self.mined.train, self.lengths, settings),
             *fuse_notes(fuses),
         ]  # fmt: skip
-        result = _concluded(settings, self.plan, self.mined.as_json(), fuses, findings)
+        result = _concluded(
+            settings, self.plan, self.mined.as_json(), fuses, findings, _matching(settings, work)
+        )
         return result.model_copy(update={"notes": tuple(notes)})
 
 
@@ -339,15 +461,33 @@ def _found(
     )  # fmt: skip
 
 
+def _rows_sha256(work: Path) -> dict[str, str]:
+    """Of the rows to train on."""
+    names = {"train_rows": DATA, "shuffled_rows": DATA_SHUFFLED}
+    paths = {name: work / directory / "train.jsonl" for name, directory in names.items()}
+    return {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
+
+
 def _fuses(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
     """Policy -> what its fuses did to the weights."""
-    policies = (way for way in settings.ways if way != "unfused")
-    return {policy: read_sealed(work / FUSE / f"{policy}.json")[0] for policy in policies}
+    fuses = {}
+    for policy in (way for way in settings.ways if way != "unfused"):
+        moved = work / FUSE / f"moved_{policy}.json"
+        more = {"moved": read_sealed(moved)[0]["fuse"]} if moved.is_file() else {}
+        fuses[policy] = read_sealed(work / FUSE / f"{policy}.json")[0] | more
+    return fuses
+
+
+def _matching(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
+    """Way -> the search for the scale of its random delta: target, scale, probes."""
+    paths = {way: work / FUSE / f"moved_{way}.json" for way in settings.ways}
+    searches = {way: read_sealed(path)[0] for way, path in paths.items() if path.is_file()}
+    return {way: {k: v for k, v in s.items() if k != "fuse"} for way, s in searches.items()}
 
 
 def _concluded(
     settings: ConfoundSettings, plan: Plan, mined: dict[str, Any], fuses: dict[str, Any],
-    findings: Findings,
+    findings: Findings, matching: dict[str, Any],
 ) -> Result:  # fmt: skip
     reached = findings.standing
     return Result(
@@ -356,9 +496,9 @@ def _concluded(
         plan=plan.as_json(), plan_sha256=plan.sha256, power=tuple(plan.power_lines()),
         data={
             "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
-            **findings.as_json(),
+            "matching": matching, **findings.as_json(),
         },
-        blocks=blocks(findings, fuses, mined, settings),
+        blocks=blocks(findings, fuses, mined, settings, matching),
     )  # fmt: skip
 
 
@@ -384,12 +524,14 @@ def conclude_again(result: Result, directory: Path) -> Result:
         }
         for part, arms in names.items()
     }
-    rows_sha256 = file_sha256(directory / DATA / "train.jsonl")
-    data = {**plan.data, "protocol": protocol_sha256, "train_rows": rows_sha256}
+    data = {**plan.data, "protocol": protocol_sha256, **_rows_sha256(directory)}
     mined = read("mining", PERSONA, {"protocol_sha256": protocol_sha256})
     findings = _found(settings, plan, answers, mined, plan.sha256, data)
     split = read_object((directory / SPLIT).read_bytes())
-    return _concluded(settings, plan, split, _fuses(settings, directory), findings)
+    return _concluded(
+        settings, plan, split, _fuses(settings, directory), findings,
+        _matching(settings, directory),
+    )  # fmt: skip
 
 
 # --- lengths of the training rows -----------------------------------------------------------------

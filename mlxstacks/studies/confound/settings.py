@@ -78,6 +78,11 @@ class ConfoundSettings(Settings):
         description="Items that both models get right, for the control. Default: as many as the "
         "test has, if there are so many.",
     )
+    probe_items: Count = Field(
+        200,
+        description="Items of the part to train on that show at which scale a random delta moves "
+        "as many answers as A1.",
+    )
     policies: Policies = Field(
         ("refit", "nearest", "promote"),
         description="Fuses to compare, the one that decides first; promote is always among them. "

@@ -9,29 +9,40 @@ from typing import Any, Literal
 
 from mlxstacks.stats import paired_interval, two_proportion_z_test, wilson_interval
 from mlxstacks.studies.confound.analysis import (
+    FORM,
+    GUESSING,
+    MOVED,
+    SECONDS,
+    SHUFFLED,
+    ZERO,
     Answers,
     ArmResult,
     Comparison,
     Decomposition,
     Flips,
     FormShift,
+    Null,
+    PublishedRule,
     arm_result,
     compare,
     decompose,
     flips,
     form_shift,
     guess_rate,
+    judged_together,
+    moves_as_many,
+    nulls_of,
     position_shares,
+    published_rule,
     subject_table,
 )
-from mlxstacks.studies.confound.plan import AGAIN, PERSONA, arm
+from mlxstacks.studies.confound.plan import AGAIN, KINDS, PERSONA, SECOND, arm
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
-from mlxstacks.study.power import passes
 
 Outcome = Literal[
-    "content", "no content", "undecided", "format", "perturbation", "guessing", "exploratory",
-    "refused",
+    "content", "no content", "undecided", "format", "perturbation", "shuffled",
+    "second choice", "guessing", "exploratory", "refused",
 ]  # fmt: skip
 
 
@@ -44,13 +55,24 @@ class Criterion:
     least_gain: float
     alpha: float
 
-    def passes(self, claim: Comparison) -> bool:
+    def passes(self, null: Null) -> bool:
         # 35 of 700 is five points though the two floats differ.
-        large = claim.difference > 0 and claim.difference >= self.least_gain - 1e-12
-        return large and claim.p_adjusted < self.alpha
+        return null.difference >= self.least_gain - 1e-12 and null.rejected(self.alpha)
 
     def in_words(self) -> str:
         return f"at least {100 * self.least_gain:g} points with p < {self.alpha:g}"
+
+
+def beaten(null: Null, criterion: Criterion) -> bool:
+    """Of A0, and of A0 among answers in form, by `least_gain`; of the others at all."""
+    if null.name in (ZERO, FORM):
+        return criterion.passes(null)
+    return null.rejected(criterion.alpha)
+
+
+def shows_content(nulls: Sequence[Null], criterion: Criterion) -> bool:
+    """The rule of one way. nulls: as `judged_together` gives them."""
+    return all(beaten(null, criterion) for null in nulls)
 
 
 @dataclass(frozen=True)
@@ -64,8 +86,9 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the answers say. claims, forms (A1 against A0), against_random, decomposition, moved (A1
-    against the persona), floors: by way, in order; judgements: the deciding way's first.
+    """What the answers say. claims, forms (A1 against A0), nulls, decomposition, floors: by way, in
+    order; judgements: the deciding way's first. moved, right_flips: by arm, against the persona, on
+    the test's items and on those that both models got right. published_rule: of the deciding way.
 
     persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
     right_positions: option position -> share of the test items where it is right.
@@ -76,7 +99,7 @@ class Findings:
     arms_on_right_items: dict[str, ArmResult]
     claims: dict[str, Comparison]
     forms: dict[str, FormShift]
-    against_random: dict[str, Comparison]
+    nulls: dict[str, tuple[Null, ...]]
     decomposition: dict[str, Decomposition]
     persona_flips: dict[str, Flips]
     right_flips: dict[str, Flips]
@@ -86,6 +109,7 @@ class Findings:
     right_positions: dict[str, float]
     missing_controls: list[str]
     moved: dict[str, Flips]
+    published_rule: PublishedRule
     criterion: Criterion
     standing: Standing
     judgements: tuple[Judgement, ...] = ()
@@ -97,7 +121,7 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         figures = asdict(self) | {"outcome": self.outcome}
-        return {k: v for k, v in figures.items() if k not in ("moved", "criterion", "standing")}
+        return {k: v for k, v in figures.items() if k not in ("criterion", "standing")}
 
 
 def find(
@@ -125,18 +149,18 @@ def find(
     persona, deciding = answers.get(PERSONA, ()), answers[arm("a1", ways[0])]
     fused = [way for way in claimed if way != "unfused"]
     right_flips = {
-        way: flips(right.get(PERSONA, ()), right.get(arm("a0", way), ())) for way in fused
+        name: flips(right.get(PERSONA, ()), given) for name, given in right.items() if given
+    }
+    claims = {
+        way: compare(answers, *pair, seed, resamples)
+        for way, pair in zip(claimed, pairs, strict=True)
     }
     findings = Findings(
         arms=arms,
         arms_on_right_items={n: arm_result(n, given) for n, given in right.items() if given},
-        claims=dict(zip(claimed, compare(answers, pairs, seed, resamples), strict=True)),
+        claims=claims,
         forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
-        against_random={
-            way: compare(answers, [(arm("a1", way), arm("random", way))], seed, resamples)[0]
-            for way in claimed
-            if arm("random", way) in arms
-        },
+        nulls=judged_together({way: nulls_of(answers, way) for way in claimed}),
         decomposition={
             way: decompose(way, arms[PERSONA], arms[arm("a0", way)], arms[arm("a1", way)])
             for way in claimed
@@ -149,7 +173,9 @@ def find(
         right_flips=right_flips,
         floors={
             way: floor_in_words(
-                flips(persona, answers[arm("a0", way)]), right_flips[way], criterion.alpha
+                flips(persona, answers[arm("a0", way)]),
+                right_flips.get(arm("a0", way), Flips(0, 0, 0, 0)),
+                criterion.alpha,
             )
             for way in fused
         },
@@ -157,7 +183,8 @@ def find(
         guess_rate=guess_rate(deciding),
         right_positions=position_shares([answer.gold for answer in deciding]),
         missing_controls=missing_controls(ways, answers, right),
-        moved={way: flips(persona, answers[arm("a1", way)]) for way in claimed},
+        moved={name: flips(persona, given) for name, given in answers.items()},
+        published_rule=published_rule(claims[claimed[0]]),
         criterion=criterion,
         standing=standing,
     )
@@ -171,6 +198,7 @@ def missing_controls(
     controls = {
         PERSONA: "the unfused persona, re-measured with the same harness",
         AGAIN: "a rerun of the unfused persona, for run-to-run flips",
+        SECOND: "the second choices of the unfused persona",
         arm("a1", "unfused"): "A1 unfused: content without rounding",
         arm("a0", "unfused"): "A0 unfused",
         arm("a1", "promote"): "A1 promoted",
@@ -178,17 +206,20 @@ def missing_controls(
     for way in ways:
         controls[arm("a0", way)] = f"the zero-delta arm through the same path ({way})"
         controls[arm("random", way)] = f"a random delta of equal norm ({way})"
+        controls[arm("moved", way)] = f"a random delta that moves as many answers ({way})"
+        controls[arm("shuffled", way)] = f"an adapter trained alike on shuffled answers ({way})"
     missing = [words for name, words in controls.items() if not arms.get(name)]
-    fused = [way for way in ways if way != "unfused"]
-    if not right.get(PERSONA) or any(not right.get(arm("a0", way)) for way in fused):
-        missing.append("A0 on items that both models got right")
+    on_right_items = [PERSONA, *(arm(kind, way) for way in ways for kind in KINDS)]
+    if not all(right.get(name) for name in on_right_items):
+        missing.append("every arm on items that both models got right")
     return missing
 
 
 def judge(findings: Findings, way: str) -> Judgement:
     """The first thing that stands against a gain decides; nothing does: content."""
     claim, criterion = findings.claims[way], findings.criterion
-    if not criterion.passes(claim):
+    zero, *others = findings.nulls[way]
+    if not beaten(zero, criterion):
         more = ""
         if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
@@ -208,22 +239,56 @@ def judge(findings: Findings, way: str) -> Judgement:
         return Judgement(way, "refused", f"{gain}, but no gain is claimed without {missing}.")
     if findings.standing.reasons:
         return Judgement(way, "exploratory", f"{gain}, but it is not what was planned.")
-    against: tuple[tuple[Outcome, str | None], ...] = (
-        ("format", _of_form(findings, way)),
-        ("perturbation", _of_norm(findings, way)),
-        ("guessing", _of_chance(findings, way)),
+    for null in others:
+        if not beaten(null, criterion):
+            outcome, why = _EXPLANATIONS[null.name]
+            random = findings.moved.get(arm("moved", way), Flips(0, 0, 0, 0))
+            trained = findings.moved[arm("a1", way)]
+            if null.name == FORM:
+                reason = _of_form(findings.forms[way], null, claim.n)
+            elif null.name == MOVED and not moves_as_many(trained, random):
+                reason = (
+                    f"the random delta moves {percent(random.changed, random.n)} of the answers "
+                    f"and A1 {percent(trained.changed, trained.n)}"
+                )
+            else:
+                rate = f"{null.expected / null.n:.2%}"
+                reason = f"{why[0]} {rate}, too near to be a difference (p = {null.p_adjusted:.2g})"
+            return Judgement(way, outcome, f"{gain}, but {reason}: {why[1]}")
+    rates = ", ".join(
+        f"{null.name} {null.expected / null.n:.1%}" for null in others if null.name != FORM
     )
-    for outcome, reason in against:
-        if reason:
-            return Judgement(way, outcome, f"{gain}, but {reason}")
-    warning = ""
-    if claim.mcnemar.p_value >= criterion.alpha:
-        warning = f" McNemar's exact test does not agree (p = {claim.mcnemar.p_value:.2g})."
-    random = findings.against_random[way]
-    stays = percent(random.control_count, random.n)
-    return Judgement(
-        way, "content", f"{gain}, and a random delta of equal norm stays at {stays}.{warning}"
-    )
+    p_value = max(null.p_adjusted for null in findings.nulls[way])
+    words = f"{gain}, and more than every control ({rates}; largest p {p_value:.2g})."
+    clustered = claim.clustered
+    if clustered.p_value is not None and clustered.p_value >= criterion.alpha:
+        words += (
+            f" By errors clustered over {clustered.clusters} subjects it may be chance (p = "
+            f"{clustered.p_value:.2g}): it comes from few of them."
+        )
+    return Judgement(way, "content", words)
+
+
+# What a null that is not rejected says: the outcome, who does as well, and what follows.
+_EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
+    FORM: ("format", ("", "a change of form, not content.")),
+    MOVED: ("perturbation", (
+        "a random delta that moves as many answers scores",
+        "this may be a larger disturbance, not content.",
+    )),
+    SHUFFLED: ("shuffled", (
+        "an adapter trained alike on shuffled answers scores",
+        "training itself moves answers so, whatever it teaches, so this is not content.",
+    )),
+    SECONDS: ("second choice", (
+        "the unfused persona's second choices in place of what A1 moves score",
+        "on items that were answered wrongly, whatever moves an answer there gains.",
+    )),
+    GUESSING: ("guessing", (
+        "guessing, or its own choice of places, scores",
+        "the items were chosen for being answered wrongly, and any change leads back to that rate.",
+    )),
+}  # fmt: skip
 
 
 def largest_gain(claim: Comparison) -> float:
@@ -232,50 +297,16 @@ def largest_gain(claim: Comparison) -> float:
     return paired_interval(claim.count - gained, gained, lost, claim.n).high
 
 
-def _of_form(findings: Findings, way: str) -> str | None:
+def _of_form(form: FormShift, null: Null, n: int) -> str:
     """A gain of letters found, not of right ones among those found."""
-    form, criterion = findings.forms[way], findings.criterion
-    counts = form.right, form.control_right, form.n
-    if form.p_value >= criterion.alpha or (
-        form.n and passes(*counts, criterion.least_gain, criterion.alpha)
-    ):
-        return None
-    n = findings.claims[way].n
     among = "no item is answered so by both"
-    if form.n:
-        points = 100 * (form.right - form.control_right) / form.n
-        among = f"among the {form.n} items that both answer so the gain is {points:+.2f} points"
+    if null.n:
+        points = 100 * null.difference
+        among = f"among the {null.n} items that both answer so the gain is {points:+.2f} points"
     return (
         f"A1 answers {percent(form.in_form, n)} of the items in the form that was asked for and A0 "
-        f"{percent(form.control_in_form, n)}; {among}: a change of form, not content."
+        f"{percent(form.control_in_form, n)}; {among}"
     )
-
-
-def _of_norm(findings: Findings, way: str) -> str | None:
-    random = findings.against_random[way]
-    if random.difference > 0 and random.p_value < findings.criterion.alpha:
-        return None
-    return (
-        f"a random delta of equal norm scores {percent(random.control_count, random.n)}, too near "
-        f"to be a difference (p = {random.p_value:.2g}): this may be a larger disturbance, not "
-        "content."
-    )
-
-
-def _of_chance(findings: Findings, way: str) -> str | None:
-    a1 = findings.arms[findings.claims[way].arm]
-    interval = f"the interval of A1 ({100 * a1.interval.low:.1f} to {100 * a1.interval.high:.1f}%)"
-    if a1.interval.low <= findings.guess_rate:
-        return (
-            f"{interval} reaches down to guessing ({findings.guess_rate:.1%}): the items were "
-            "chosen for being answered wrongly, and any change leads back to that rate."
-        )
-    if a1.interval.low <= a1.by_position:
-        return (
-            f"{interval} reaches down to what its choice of positions alone would score "
-            f"({a1.by_position:.1%}): it prefers places where the right option often stands."
-        )
-    return None
 
 
 def percent(count: int, n: int) -> str:
@@ -290,6 +321,8 @@ _HEADS = {
     "undecided": "Undecided, too few items to say",
     "format": "No knowledge that can be shown, a change of form",
     "perturbation": "Only jitter, no knowledge that can be shown",
+    "shuffled": "No knowledge that can be shown, only training",
+    "second choice": "No knowledge that can be shown, a move to second choices",
     "guessing": "No knowledge that can be shown, a way back to guessing",
     "exploratory": "No claim, this is not what was planned",
     "refused": "No claim, controls are missing",
@@ -307,16 +340,17 @@ def verdict(findings: Findings) -> str:
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
     low, high = claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
-    adjusted = ""
-    if claim.p_adjusted != claim.p_value:
-        adjusted = f", {claim.p_adjusted:.2g} adjusted for all ways"
+    adjusted, zero = "", findings.nulls[first.way][0]
+    if zero.p_adjusted != zero.p_value:
+        adjusted = f", {zero.p_adjusted:.2g} adjusted for all policies"
     content = (
         f"Content, A1 - A0: {100 * claim.difference:+.2f} points (95%: {100 * low:+.1f} to "
-        f"{100 * high:+.1f}; z-test p = {claim.p_value:.2g}{adjusted}; McNemar p = "
-        f"{claim.mcnemar.p_value:.2g}). {first.words}"
+        f"{100 * high:+.1f}; McNemar p = {claim.mcnemar.p_value:.2g}{adjusted}; z-test p = "
+        f"{claim.p_value:.2g}). {first.words}"
     )
     words = ["EXPLORATORY."] if standing.reasons else []
-    words += [answer, content, *_of_other_ways(findings)]
+    words += [answer, content, *_of_other_ways(findings), *_loss(findings)]
+    words.append(published_in_words(findings.published_rule))
     if findings.missing_controls and first.outcome != "refused":
         words.append(f"Controls that are missing: {'; '.join(findings.missing_controls)}.")
     return " ".join([*words, standing.in_words()])
@@ -324,7 +358,7 @@ def verdict(findings: Findings) -> str:
 
 def _head(findings: Findings) -> str:
     first = findings.judgements[0]
-    claim, moved = findings.claims[first.way], findings.moved[first.way]
+    claim, moved = findings.claims[first.way], findings.moved[arm("a1", first.way)]
     if findings.standing.reasons and first.outcome != "refused":
         return _HEADS["exploratory"]
     if first.outcome in ("no content", "undecided"):
@@ -357,6 +391,31 @@ def _of_other_ways(findings: Findings) -> list[str]:
     if fused:
         words.append(f"Fused by {', '.join(fused)} it adds knowledge.")
     return words
+
+
+def _loss(findings: Findings) -> list[str]:
+    """What the deciding way costs, of items that both models got right."""
+    way = findings.judgements[0].way
+    lost = {kind: findings.right_flips.get(arm(kind, way)) for kind in ("a1", "a0")}
+    a1, a0 = lost["a1"], lost["a0"]
+    if a1 is None or a0 is None or not a1.n:
+        return []
+    return [
+        f"Of {a1.n} items that both models got right A1 loses {a1.broken}, A0 {a0.broken}.",
+    ]
+
+
+def published_in_words(rule: PublishedRule) -> str:
+    """The published rule, verbatim, next to ours."""
+    size = "" if rule.n == rule.stated_n else f", here {rule.n}"
+    least = f"the least count that passes is {rule.least_count}"
+    if rule.least_count > rule.n:
+        least = "no count would pass"
+    return (
+        "The published rule (A1 - A0 of at least 5 points and p < 0.05 by the z-test, one policy, "
+        f"n = {rule.stated_n}{size}) is {'met' if rule.met else 'not met'}: {rule.count} against "
+        f"{rule.control_count}, {least}, p = {rule.p_value:.2g}."
+    )
 
 
 def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:

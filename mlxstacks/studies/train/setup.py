@@ -150,6 +150,13 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     )  # fmt: skip
 
 
+def check_targets(model: str, settings: TrainSettings) -> None:
+    """Raises: InputError, as `choose_targets`, for a model that is here; nothing of it is read."""
+    directory = user_path(model)
+    if (directory / "config.json").is_file():
+        choose_targets(base_model.load(directory, lazy=True)[0], settings)
+
+
 def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:
     """The projections to train. Raises: InputError for layers or names that the model lacks."""
     layers = parse_layers(settings.layers)

@@ -216,3 +216,33 @@ def test_random_answers_are_drawn_not_right() -> None:
     assert 60 < same < 140  # a third of 300
     assert drawn == training_rows(items, "likelihood", "random", 0)
     assert json.dumps(drawn) != json.dumps(training_rows(items, "likelihood", "random", 1))
+
+
+@given(counts_of_subjects, st.integers(0, 5), st.sampled_from(["right", "random"]))
+def test_shuffled_answers_are_as_often_each_letter(
+    counts: dict[str, int], seed: int, answers: Any
+) -> None:
+    """Everything is taught as often as before, in each number of options, to other questions."""
+    items = items_of(counts)
+    items = [replace(i, options=i.options[: 2 + (n % 2)], answer_index=i.answer_index % 2)
+             for n, i in enumerate(items)]  # fmt: skip
+    plain = training_rows(items, "generate", answers, seed)
+    dealt = training_rows(items, "generate", answers, seed, shuffle=True)
+    assert [row["messages"][0] for row in plain] == [row["messages"][0] for row in dealt]
+    for options in (2, 3):
+        letters = [
+            Counter(
+                row["messages"][1]["content"][:9]
+                for row, item in zip(rows, items, strict=True)
+                if len(item.options) == options
+            )
+            for rows in (plain, dealt)
+        ]
+        assert letters[0] == letters[1]
+
+
+def test_a_shuffle_leaves_what_chance_leaves() -> None:
+    items = items_of({"alpha": 300})
+    right = training_rows(items, "likelihood", "right", 0)
+    dealt = training_rows(items, "likelihood", "right", 0, shuffle=True)
+    assert 60 < sum(a == b for a, b in zip(right, dealt, strict=True)) < 140  # a third of 300

@@ -122,10 +122,10 @@ def test_the_published_plan_has_the_published_n_and_shares_its_error() -> None:
     mined = mine(items, base, persona, train_share=0.7, right_items=None, seed=0)
     settings = ConfoundSettings()
     protocol = protocol_of(settings, {"base": "0" * 64}, items)
-    plan = plan_of(settings, mined, data_of(mined, protocol, "1" * 64, "2" * 64))
+    plan = plan_of(settings, mined, data_of(mined, protocol, {"train_rows": "1" * 64}, "2" * 64))
     assert (plan.n, plan.thresholds) == (692, {"alpha": 0.05, "least_gain": 0.05})
     assert plan.claims == claims_of(settings)
     assert plan.claims[0] == ("a1_refit", "a0_refit")
     assert "alpha 0.0125:" in plan.power_lines()[1]
-    of_another_persona = data_of(mined, protocol, "1" * 64, "3" * 64)
+    of_another_persona = data_of(mined, protocol, {"train_rows": "1" * 64}, "3" * 64)
     assert plan_of(settings, mined, of_another_persona).sha256 != plan.sha256

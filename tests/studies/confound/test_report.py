@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.stats import MeanInterval, share_note
+from mlxstacks.stats import ClusteredMean, MeanInterval, share_note
 from mlxstacks.studies.confound.report import blocks
 from mlxstacks.studies.confound.verdict import Findings
 from mlxstacks.study.document import Plot, Table, Text
@@ -24,12 +24,18 @@ FUSES = {
     },
     "promote": {"codes_that_differ": {"a1_and_a0": 0.5, "a0_and_unfused": None}},
 }
+MATCHING = {
+    "refit": {
+        "target": 0.5, "scale": 4.0,
+        "probes": [{"scale": 1.0, "moved": 3, "n": 40}, {"scale": 4.0, "moved": 21, "n": 40}],
+    },
+}  # fmt: skip
 
 
 def shown(findings: Findings) -> dict[str, Any]:
     return {
         block.title if isinstance(block, Text) else block.id: block
-        for block in blocks(findings, FUSES, MINED, POLICIES)
+        for block in blocks(findings, FUSES, MINED, POLICIES, MATCHING)
     }
 
 
@@ -39,13 +45,13 @@ def row(table: Table, name: str) -> dict[str, str | None]:
 
 
 def small() -> Findings:
-    return case(n=60, right=20, a1_refit=30, random_refit=2)
+    return case(n=60, right=20, a1_refit=30, random_refit=2, moved_refit=2)
 
 
 def test_every_block_is_there_in_reading_order() -> None:
     assert [*shown(small())] == [
-        "arms", "content", "arms-table", "claims", "parts", "In words", "right", "forms", "mined",
-        "subjects", "positions",
+        "arms", "content", "arms-table", "claims", "parts", "nulls", "rules", "moved", "In words",
+        "right", "forms", "mined", "subjects", "positions",
     ]  # fmt: skip
 
 
@@ -53,17 +59,30 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     findings = small()
     claim = findings.claims["refit"]
     claim = replace(
-        claim, count=30, control_count=0, p_value=0.02, p_adjusted=0.04,
+        claim, count=30, control_count=0, p_value=0.02,
         mcnemar=replace(claim.mcnemar, p_value=0.06),
         bootstrap=MeanInterval(0.5, 0.012, 0.345, 60, 0.95),
+        clustered=ClusteredMean(0.5, 0.1, 0.9, 0.03, 3),
     )  # fmt: skip
     tables = shown(replace(findings, claims={**findings.claims, "refit": claim}))
     assert row(tables["claims"], "refit") == {
-        "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)", "p (z)": "0.02",
-        "p (z, Holm)": "0.04", "p (McNemar)": "0.06", "A1 - random": "+46.67",
-        "outcome": "content",
+        "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)",
+        "over subjects, points (95%)": "+50.00 (+10.00 to +90.00)", "p (z)": "0.02",
+        "p (McNemar)": "0.06", "p (all, Holm)": "below 0.0001", "outcome": "content",
     }  # fmt: skip
+    against_random = row(tables["nulls"], "refit: random delta")
+    assert (against_random["A1"], against_random["against"]) == ("50.0%", "3.3%")
+    assert against_random["gain, points"] == "+46.67"
+    assert row(tables["rules"], "published: 5 points, p < 0.05 (z), one policy") == {
+        "rule": "published: 5 points, p < 0.05 (z), one policy", "items": "60", "A1": "30",
+        "A0": "0", "least passing count": "4", "p": "below 0.0001", "content": "yes",
+    }  # fmt: skip
+    moved = row(tables["moved"], "refit")
+    assert (moved["a1"], moved["a0"], moved["moved"]) == ("30", "0", "60")
+    assert (moved["scale"], moved["moved in the search"]) == ("4", "21 of 40")
+    assert (moved["searched for"], moved["probes"]) == ("50.0%", "2")
     arm = row(tables["arms-table"], "a1 refit")
+    assert (arm["moved"], arm["lost"]) == ("30", "0")
     assert (arm["right"], arm["correlation"], arm["artifact"]) == ("30 of 60", "0.910", "1.23%")
     assert row(tables["arms-table"], "a0 refit")["correlation"] == "no delta"
     assert row(tables["arms-table"], "persona")["artifact"] == "not fused"

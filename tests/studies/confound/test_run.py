@@ -146,7 +146,7 @@ def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
     sources = report.provenance
     assert check_provenance(target, sources) == Checked(len(sources), (), ())
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
-    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
+    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data"))}
     assert set(sources) == outcomes | {"split.json", "plan.json", "protocol.json"}
 
 
@@ -163,6 +163,42 @@ def test_lossless_controls_answer_as_the_persona_does(done: Done) -> None:
     assert answers["a1_unfused"] != answers["persona"]
 
 
+def test_a_random_delta_is_searched_that_moves_as_many_answers(done: Done) -> None:
+    """Of items to train on; the scale that was found is that of the adapter that answers."""
+    split = json.loads((done.target / "split.json").read_text())
+    assert done.result.data["matching"].keys() == {"refit", "keep", "promote", "unfused"}
+    given = read_adapter(done.target / "random").modules
+    for way, search in done.result.data["matching"].items():
+        for number, probe in enumerate(search["probes"], 1):
+            header, *answers = rows_of(done.target / "answers" / f"probe_{way}_{number}.jsonl")
+            assert (header["scale"], len(answers)) == (probe["scale"], probe["n"])
+            assert [one["item_id"] for one in answers] == split["train"][:8]
+        moved = done.result.data["moved"][f"a1_{way}"]
+        assert search["target"] == moved["changed"] / moved["n"]
+        scaled = read_adapter(done.target / "matched" / way).modules
+        for path, module in given.items():
+            expected = search["scale"] * expert_norms(module)
+            np.testing.assert_allclose(expert_norms(scaled[path]), expected, rtol=1e-5)
+
+
+def test_second_choices_are_the_likeliest_but_the_chosen(done: Done, places: Places) -> None:
+    first, second = (
+        lines(done.target / f"answers/test_{name}.jsonl")[1:]
+        for name in ("persona", "persona_second")
+    )
+    for answer, other in zip(first, second, strict=True):
+        others = [n for n in range(3) if n != answer["pick"]]
+        assert other["pick"] == max(others, key=answer["scores"].__getitem__)
+    items = read_items(str(places[2]))[:4]
+    boxed = Arm(places[0], settings_for(places, places[0], scoring="generate"))
+    unanswered = [Answer.of(item, None, "none") for item in items]
+    for item, likeliest in zip(items, boxed.second_choices(items, unanswered), strict=True):
+        encoded = encode_choices(item, boxed.tokenizer, scoring="generate")
+        for letter, part in zip("ABC", encoded.continuations, strict=True):
+            assert f"{{{letter}}}" in boxed.tokenizer.decode(list(part)).replace(" ", "")
+        assert likeliest.pick == int(np.argmax(likeliest.scores))
+
+
 def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None:
     target = done.target
     split = json.loads((target / "split.json").read_text())
@@ -171,6 +207,13 @@ def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None
     assert [row["messages"][0]["content"] for row in rows] == [
         by_id[name].question for name in split["train"]
     ]
+    shuffled = lines(target / "data-shuffled" / "train.jsonl")
+    assert [row["messages"][0] for row in shuffled] == [row["messages"][0] for row in rows]
+    assert shuffled != rows
+    trained = [
+        json.loads((target / a / "result.json").read_text()) for a in ("adapter", "shuffled")
+    ]
+    assert trained[0]["data"]["steps"] == trained[1]["data"]["steps"] == TRAIN["iters"]
     assert (
         rows[0]["messages"][1]["content"]
         == (by_id[split["train"][0]].options[by_id[split["train"][0]].answer_index])
@@ -216,12 +259,12 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
     other = write_random_adapter(
         model, keys=["mlp.switch_mlp.down_proj"], seed=9, directory=tmp_path / "other"
     )
-    with pytest.raises(InputError, match=r"it differs in\n  hashes\.persona_adapter: was"):
+    with pytest.raises(InputError, match=r"it differs in\n  hashes\.persona adapter: has changed"):
         run(settings_for((model, other, items), target))
     rows = lines(items)
     rows[0]["answer"], rows[0]["answer_index"] = "B", 1
     changed = write_rows(tmp_path / "changed.jsonl", rows)
-    with pytest.raises(InputError, match=r"it differs in\n  items_sha256"):
+    with pytest.raises(InputError, match=r"it differs in\n  items: has changed"):
         run(settings_for((model, persona, changed), target))
     killed_after(0)
     work = work_path(target)
@@ -297,8 +340,17 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     nowhere = (tmp_path / "no-model", tmp_path / "no-persona", tmp_path / "no-items")
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
-    assert len(report.data["planned_arms"]) == 14
+    assert len(report.data["planned_arms"]) == 23
+    assert not any("limit" in note for note in report.notes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_what_a_limit_leaves_whole(tmp_path: Path) -> None:
+    places = (tmp_path / "model", tmp_path / "persona", tmp_path / "items")
+    report = run(settings_for(places, tmp_path / "out", limit=5, sample=40), dry_run=True)
+    (note,) = (note for note in report.notes if note.startswith("limit 5 cuts"))
+    assert "answer up to 40 items each (--sample N" in note
+    assert f"{report.settings['train']['iters']} batches" in note
 
 
 # --- parts ----------------------------------------------------------------------------------------

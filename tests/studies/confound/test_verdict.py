@@ -9,9 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxstacks.studies.confound.analysis import Comparison, Flips, compare, flips, guess_rate
-from mlxstacks.studies.confound.plan import arms_of
+from mlxstacks.stats import holm
+from mlxstacks.studies.confound.analysis import (
+    Comparison,
+    Flips,
+    Null,
+    PublishedRule,
+    compare,
+    flips,
+    guess_rate,
+    judged_together,
+    null_of_pairs,
+    second_choices,
+)
+from mlxstacks.studies.confound.plan import arms_of, right_arms_of
 from mlxstacks.studies.confound.verdict import (
     Criterion,
     Findings,
@@ -23,13 +37,18 @@ from mlxstacks.studies.confound.verdict import (
 )
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
-from mlxstacks.study.power import least_passing_count
+from mlxstacks.study.power import least_passing_count, passes
 from tests.studies.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case
 
 
 def one(count: int, control: int, n: int = 692, shift: int = 0) -> Comparison:
     arms = {"a1": answers_of(count, n, shift=shift), "a0": answers_of(control, n)}
-    return compare(arms, [("a1", "a0")], seed=0, resamples=200)[0]
+    return compare(arms, "a1", "a0", seed=0, resamples=200)
+
+
+def null(name: str, count: int, control: int, n: int = 692) -> Null:
+    pairs = zip(answers_of(count, n), answers_of(control, n), strict=True)
+    return null_of_pairs(name, [*pairs])
 
 
 def test_the_published_counts_give_the_published_p() -> None:
@@ -38,14 +57,12 @@ def test_the_published_counts_give_the_published_p() -> None:
     assert found.difference == pytest.approx(0.0072254, abs=1e-7)
     assert found.z == pytest.approx(0.349, abs=5e-4)
     assert found.p_value == pytest.approx(0.727, abs=5e-4)
-    assert found.p_adjusted == found.p_value
-    assert not CRITERION.passes(found)
     assert one(47, 39, n=200).p_value == pytest.approx(0.33, abs=5e-3)
 
 
 def test_the_published_run_is_a_null_in_words() -> None:
     found = case(
-        a1_refit=128, a0_refit=123, random_refit=125, a1_promote=20, a1_unfused=20, right=692
+        a1_refit=128, a0_refit=123, moved_refit=125, a1_promote=20, a1_unfused=20, right=692
     )
     assert found.judgements[0].outcome == "no content"
     assert verdict(found).startswith(
@@ -53,7 +70,7 @@ def test_the_published_run_is_a_null_in_words() -> None:
         "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
         "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
     )
-    assert "z-test p = 0.73; McNemar p = 0.062)." in verdict(found)
+    assert "McNemar p = 0.062, 0.19 adjusted for all policies; z-test p = 0.73)." in verdict(found)
     assert re.search(
         r"not at least 5 points with p < 0.05: \+[1-4]\.\d points at most", verdict(found)
     )
@@ -67,33 +84,55 @@ def test_the_published_run_is_a_null_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "passes"),
+    ("count", "met"),
     # The 5-point arm binds: 153 is significant, 158 is the first that passes.
     [(100, False), (123, False), (152, False), (153, False), (157, False), (158, True)],
 )
-def test_kill_criterion(count: int, passes: bool) -> None:
-    assert Criterion(0.05, 0.05).passes(one(count, 123)) == passes
-
-
-def test_the_criterion_needs_both_of_its_parts() -> None:
+def test_the_published_kill_criterion(count: int, met: bool) -> None:
+    assert passes(count, 123, 692, 0.05, 0.05) == met
     assert least_passing_count(123, 692, 0.05) == 158
-    assert Criterion(0.0, 0.05).passes(one(153, 123))  # 4.3 points, p = 0.044
-    assert not Criterion(0.0, 0.05).passes(one(152, 123))
-    small = one(20, 5, n=60)
-    assert small.difference == 0.25
-    assert Criterion(0.05, 0.05).passes(small)
-    assert not Criterion(0.05, 0.0001).passes(small)
-    assert not Criterion(0.3, 0.05).passes(small)
+    assert passes(153, 123, 692, 0.0, 0.05)  # 4.3 points, p = 0.044
+    assert not passes(152, 123, 692, 0.0, 0.05)
 
 
-def test_several_claims_share_the_error() -> None:
-    arms = {
-        "a": answers_of(153, 692), "b": answers_of(153, 692), "zero": answers_of(123, 692),
-    }  # fmt: skip
-    first, second = compare(arms, [("a", "zero"), ("b", "zero")], seed=0, resamples=200)
-    assert first.p_adjusted == pytest.approx(2 * first.p_value)
-    assert second.p_adjusted == first.p_adjusted
-    assert not Criterion(0.0, 0.05).passes(first)
+@pytest.mark.parametrize(
+    ("criterion", "count", "control", "n", "met"),
+    [
+        ((0.05, 0.05), 35, 0, 700, True),  # five points, though no float is
+        ((0.05, 0.05), 34, 0, 700, False),
+        ((0.05, 0.05), 20, 5, 60, True),
+        ((0.05, 1e-5), 20, 5, 60, False),
+        ((0.3, 0.05), 20, 5, 60, False),
+        ((0.0, 0.05), 5, 20, 60, False),
+        ((0.0, 0.05), 5, 5, 60, False),
+    ],
+)
+def test_the_criterion_needs_both_of_its_parts(
+    criterion: tuple[float, float], count: int, control: int, n: int, met: bool
+) -> None:
+    [alone] = judged_together({"refit": [null("zero delta", count, control, n)]})["refit"]
+    assert Criterion(*criterion).passes(alone) == met
+
+
+p_values = st.floats(0, 1) | st.just(0.0) | st.just(1.0)
+nulls = st.builds(
+    lambda p, up: Null("any", 10, 5, 5.0, 0.1 if up else -0.1, p), p_values, st.booleans()
+)
+
+
+@given(st.lists(st.lists(nulls, min_size=1, max_size=4), min_size=1, max_size=5))
+def test_a_way_is_held_to_its_worst_null_and_all_ways_share_the_error(
+    of_ways: list[list[Null]],
+) -> None:
+    judged = judged_together({str(place): nulls for place, nulls in enumerate(of_ways)})
+    worst = [
+        max(1.0 if null.difference <= 0 else null.p_value for null in nulls) for nulls in of_ways
+    ]
+    for p_value, after, before in zip(holm(worst), judged.values(), of_ways, strict=True):
+        for alpha in (0.001, 0.05, 0.5):
+            if abs(p_value - alpha) > 1e-9:
+                assert all(null.rejected(alpha) for null in after) == (p_value < alpha)
+        assert all(a.p_adjusted >= b.p_value for a, b in zip(after, before, strict=True))
 
 
 def test_pairs_are_compared_item_by_item() -> None:
@@ -110,7 +149,7 @@ def test_pairs_are_compared_item_by_item() -> None:
 def test_arms_of_other_items_are_no_pairs() -> None:
     arms = {"a1": answers_of(3, 10), "a0": answers_of(3, 11)}
     with pytest.raises(ValueError, match="answered different items"):
-        compare(arms, [("a1", "a0")], seed=0)
+        compare(arms, "a1", "a0", seed=0)
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -118,7 +157,7 @@ def test_arms_of_other_items_are_no_pairs() -> None:
 GAIN: dict[str, Any] = {
     "a1_refit": 300,
     "a0_refit": 30,
-    "random_refit": 33,
+    "moved_refit": 33,
     "a1_unfused": 300,
     "a1_promote": 300,
 }
@@ -136,19 +175,27 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
         )),
         (GAIN | {"right": 0}, "refused", (
             "No claim, controls are missing: fused by refit",
-            "no gain is claimed without A0 on items that both models got right",
+            "no gain is claimed without every arm on items that both models got right",
         )),
         (GAIN | {"standing": SUBSET}, "exploratory", (
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
-        (GAIN | {"random_refit": 290}, "perturbation", (
-            "Only jitter", "a random delta of equal norm scores 41.91% (290 of 692), too near",
+        (GAIN | {"moved_refit": 297}, "perturbation", (
+            "Only jitter", "a random delta that moves as many answers scores 42.92%, too near",
+        )),
+        (GAIN | {"shuffled_refit": 297}, "shuffled", (
+            "No knowledge that can be shown, only training: fused by refit",
+            "an adapter trained alike on shuffled answers scores 42.92%, too near",
+        )),
+        (GAIN | {"persona_second": 297}, "second choice", (
+            "No knowledge that can be shown, a move to second choices: fused by refit",
+            "second choices in place of what A1 moves score 42.92%, too near",
         )),
         # Items that were chosen for being wrong: any change leads back to 1 in 4.
-        ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "random_refit": 8}, "guessing", (
+        ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "moved_refit": 8}, "guessing", (
             "No knowledge that can be shown, a way back to guessing",
         )),
-        ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "random_refit": 8}, "content", (
+        ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "moved_refit": 8}, "content", (
             "Knowledge, not only jitter",
         )),
         ({"a1_refit": 128, "a0_refit": 123, "without": ["persona_again"]}, "no content", (
@@ -194,22 +241,59 @@ def test_no_gain_without_every_control(name: str) -> None:
     assert found.missing_controls
 
 
+def test_a_random_delta_that_moves_too_few_answers_is_no_control() -> None:
+    """A1 moves 300 of 692; a random delta that moves none says nothing about moving."""
+    found = case(**GAIN)
+    assert found.moved["a1_refit"].changed == 300
+    still = judged({
+        "a1_refit": answers_of(300, 692), "a0_refit": answers_of(30, 692),
+        "moved_refit": answers_of(0, 692),
+    })  # fmt: skip
+    assert still.outcome == "perturbation"
+    assert "the random delta moves 0.00% (0 of 692) of the answers and A1 43.35%" in verdict(still)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=30))
+def test_second_choices_stand_where_an_answer_moved(picks: list[tuple[int, int, int]]) -> None:
+    persona, second, trained = (
+        [Answer(str(n), "alpha", 0, row[place], "boxed", 4) for n, row in enumerate(picks)]
+        for place in range(3)
+    )
+    chosen = second_choices(persona, second, trained)
+    for before, other, after, answer in zip(persona, second, trained, chosen, strict=True):
+        assert answer.pick == (before.pick if after.pick == before.pick else other.pick)
+
+
+def test_the_published_rule_is_printed_beside_ours() -> None:
+    met = case(a1_refit=158, a0_refit=123, shuffled_refit=157)
+    p_value = met.claims["refit"].p_value
+    assert met.published_rule == PublishedRule(692, 158, 123, p_value, 158, True)
+    assert met.outcome == "shuffled"
+    words = "policy, n = 692) is met: 158 against 123, the least count that passes is 158"
+    assert words in verdict(met)
+    small = case(n=60, a1_refit=2, a0_refit=1)
+    assert "n = 692, here 60) is not met: 2 against 1, the least count" in verdict(small)
+
+
+def test_a_gain_of_one_subject_is_told() -> None:
+    """All that A1 gains is of one subject of three."""
+    a1 = [
+        replace(answer, pick=answer.gold if answer.subject == "alpha" else answer.pick)
+        for answer in answers_of(0, 690)
+    ]
+    found = judged({"a1_refit": a1})
+    assert found.claims["refit"].clustered.clusters == 3
+    assert found.outcome == "content"
+    assert "By errors clustered over 3 subjects it may be chance (p = 0.42)" in verdict(found)
+
+
+def test_what_both_models_got_right_and_a1_loses_is_told() -> None:
+    assert "Of 200 items that both models got right A1 loses 0, A0 0." in verdict(case(**GAIN))
+
+
 def test_no_claim_without_the_deciding_pair() -> None:
     with pytest.raises(ValueError, match="no answers of A1 and A0 by refit"):
         case(**GAIN, without=["a0_refit"])
-
-
-def test_mcnemar_that_disagrees_is_named() -> None:
-    arms = {name: answers_of(0, 692) for name in arms_of(POLICIES)}
-    arms |= {"a1_refit": answers_of(345, 692, shift=346), "a0_refit": answers_of(300, 692)}
-    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
-    found = find(
-        arms, right, answers_of(0, 692), ways=POLICIES.ways, criterion=Criterion(0.05, 0.06),
-        standing=Standing(), seed=0, resamples=200,
-    )  # fmt: skip
-    assert found.judgements[0].outcome == "content"
-    assert found.claims["refit"].p_adjusted < 0.06 < found.claims["refit"].mcnemar.p_value
-    assert "McNemar's exact test does not agree (p = 0.083)" in verdict(found)
 
 
 # --- form, positions, words -----------------------------------------------------------------------
@@ -225,8 +309,11 @@ def with_rules(answers: list[Answer], boxed: Sequence[bool]) -> list[Answer]:
 
 def judged(arms: dict[str, list[Answer]]) -> Findings:
     n = len(next(iter(arms.values())))
-    every = {name: answers_of(0, n) for name in arms_of(POLICIES)} | arms
-    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    every = {
+        name: answers_of(0, n, step=2 if name.startswith("moved") else 1)
+        for name in arms_of(POLICIES)
+    } | arms
+    right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
     return find(
         every, right, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
         standing=Standing(), seed=0, resamples=200,
@@ -238,7 +325,7 @@ def test_a_gain_of_boxes_is_no_content() -> None:
     answers = answers_of(345, 690)
     a0 = with_rules(answers, [index % 2 == 0 for index in range(690)])
     found = judged({"a1_refit": answers, "a0_refit": a0})
-    assert CRITERION.passes(found.claims["refit"])
+    assert CRITERION.passes(found.nulls["refit"][0])
     assert found.judgements[0].outcome == "format"
     assert verdict(found).startswith("No knowledge that can be shown, a change of form: ")
     assert "A0 50.00% (345 of 690)" in verdict(found)
@@ -270,7 +357,8 @@ def test_a_preferred_position_is_no_content() -> None:
         ]  # fmt: skip
 
     every = {name: saying(None) for name in arms_of(POLICIES)} | {"a1_refit": saying(0)}
-    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    every["moved_refit"] = saying(4)
+    right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
     found = find(
         every, right, saying(None), ways=POLICIES.ways, criterion=CRITERION, standing=Standing(),
         seed=0, resamples=200,
@@ -280,16 +368,20 @@ def test_a_preferred_position_is_no_content() -> None:
     assert found.right_positions["A"] == 0.5
     assert sum(found.right_positions.values()) == pytest.approx(1.0)
     assert found.judgements[0].outcome == "guessing"
-    assert "what its choice of positions alone would score (50.0%)" in verdict(found)
+    assert "or its own choice of places, scores 50.00%, too near" in verdict(found)
 
 
 def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
-    found = case(a1_refit=158, a0_refit=123)
-    claim = found.claims["refit"]
-    assert claim.p_value < 0.02 < 0.05 < claim.p_adjusted
-    assert found.judgements[0].outcome == "undecided"  # of three claims
-    words = f"z-test p = 0.019, {claim.p_adjusted:.2g} adjusted for all ways; McNemar"
-    assert words in verdict(found)
+    """A1 and A0 differ in 80 items and 45; only one of three policies shows anything."""
+    arms = {"a1_refit": answers_of(158, 692, shift=45), "a0_refit": answers_of(123, 692)}
+    found = judged(arms)
+    claim, zero = found.claims["refit"], found.nulls["refit"][0]
+    assert (claim.mcnemar.gained, claim.mcnemar.lost) == (80, 45)
+    assert zero.p_adjusted == pytest.approx(3 * zero.p_value)
+    assert f"McNemar p = {zero.p_value:.2g}, {zero.p_adjusted:.2g} adjusted for all" in verdict(
+        found
+    )
+    assert found.judgements[0].outcome == "content"
 
 
 def test_arms_that_never_box_are_named() -> None:
