@@ -146,7 +146,9 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _no_marks() -> Iterator[None]:
-    """Inside the block the terminal does not write ^C into the answer."""
+    """Inside the block the terminal writes nothing into the answer: no ^C, and nothing of what is
+    typed, which the next prompt then has.
+    """
     try:
         terminal = sys.stdin.fileno()
         attributes = termios.tcgetattr(terminal)
@@ -154,7 +156,7 @@ def _no_marks() -> Iterator[None]:
         yield
         return
     quiet = [*attributes]
-    quiet[3] &= ~termios.ECHOCTL
+    quiet[3] &= ~(termios.ECHOCTL | termios.ECHO)
     try:
         termios.tcsetattr(terminal, termios.TCSANOW, quiet)
         yield

@@ -29,6 +29,7 @@ import click
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.output import setting
 from mlxstacks.recipe.file import recipe_names
+from mlxstacks.recipe.resolve import nested_key
 from mlxstacks.recipe.spellings import COMMANDS_ELSEWHERE, LETTERS, refusal, spellings
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
 
@@ -113,6 +114,14 @@ class _Translating(click.Command):
             return super().parse_args(ctx, self._spread(self._translated(own)) + args[end:])
         except click.NoSuchOption as error:
             self._refuse(error.option_name, error.option_name, ctx)
+            key = error.option_name.removeprefix("--").replace("-", "_")
+            if self.full_name in COMMANDS and (
+                inner := nested_key(load(command_named(self.full_name).settings), key)
+            ):
+                raise click.UsageError(
+                    f"{self.name} has no option {error.option_name}: here it is --set {inner}=...",
+                    ctx,
+                ) from None
             raise
 
     def _ends(self) -> Collection[str]:

@@ -308,6 +308,7 @@ def verdict(
             return f"{sentence}."
         (reached, worst), (high, _) = ordered[0], ordered[-1]
         trained = ", with the trained delta" if settings.zero_delta else ""
+        sentence += f"; about {_cost(extra_bytes)}"
         sentence += f"; estimated correlation{trained} {reached:.3f} ({_named(worst, stages)})"
         sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
     elif settings.zero_delta:
@@ -505,7 +506,7 @@ def _cells(figures: Fidelity | None) -> tuple[Cell, ...]:
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
     """Layer and last name of each module path, "3 down_proj"; with more names where that is not
-    one module's alone.
+    the module's alone.
     """
 
     def short(path: str, count: int) -> str:
@@ -513,11 +514,12 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
         ending = ".".join((layer[2] if layer else path).split(".")[-count:])
         return f"{layer[1]} {ending}" if layer else ending
 
-    for count in range(1, max((path.count(".") for path in paths), default=0) + 1):
-        names = {path: short(path, count) for path in paths}
-        if len(set(names.values())) == len(paths):
-            return names
-    return {path: path for path in paths}
+    names = {path: path for path in paths}
+    for count in range(max((path.count(".") for path in paths), default=0), 0, -1):
+        shorter = {path: short(path, count) for path in paths}
+        taken = Counter(shorter.values())
+        names |= {path: name for path, name in shorter.items() if taken[name] == 1}
+    return names
 
 
 def _plot(

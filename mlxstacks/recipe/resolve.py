@@ -229,6 +229,8 @@ def _explain(
         known = _keys_at(settings_class, location[:-1])
         if len(location) == 1 and (instead := key_elsewhere(command, key, known)):
             return f"unknown key {key!r}: {instead}"
+        if len(location) == 1 and (inner := nested_key(settings_class, key)):
+            return f"unknown key {key!r}: here it is {inner!r}"
         hint = nearest(str(location[-1]), known)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
@@ -270,6 +272,14 @@ def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -
             return []
         current = models[0]
     return list(current.model_fields)
+
+
+def nested_key(settings_class: "type[BaseModel]", key: str) -> str | None:
+    """`train.rank` for `rank`, where settings that are nested in these have that key."""
+    outer = (
+        name for name in settings_class.model_fields if key in _keys_at(settings_class, [name])
+    )
+    return next((f"{name}.{key}" for name in outer), None)
 
 
 def _with_nano(

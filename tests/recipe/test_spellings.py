@@ -192,6 +192,7 @@ def test_spellings_of_mlx_lm_give_our_settings(
         ("fuse --dequantize", "no option --dequantize: --requant dequantize leaves the modules"),
         ("stacks list a --store-path b", "store_path is given twice: 'a', and 'b' by --store-path"),
         ("generate a -m 100", "has no option -m 100: -m is --model here"),
+        ("confound --rank 4", "confound has no option --rank: here it is --set train.rank=..."),
         ("generate --tokens 3", "generate has no option --tokens: here it is --max-tokens"),
         (
             "train --lora-alpha 16",
