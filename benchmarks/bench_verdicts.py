@@ -10,7 +10,7 @@ independently of each other, and content by any of them counts. No model is load
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,9 @@ class Items:
             ]
             for i in range(n)
         ]  # fmt: skip
+        self.still, self.elsewhere = (
+            self.answers(np.full(n, place)) for place in (PERSONAS, OTHER)
+        )
 
     def answers(self, places: np.ndarray) -> list[Answer]:
         """places: (n,) int, of each item."""
@@ -157,14 +160,13 @@ def judge(arms_of: Sequence[Arms], items: Items) -> Judged:
     """arms_of: the arms of each policy. Those that are missing are as weak as they can be; a random
     delta then moves every answer, for one that moves fewer than A1 is no control.
     """
-    still, elsewhere = (np.full(items.n, place) for place in (PERSONAS, OTHER))
+    still, elsewhere = items.still, items.elsewhere
     weakest = {"a0": still, "moved": elsewhere, "shuffled": still, SECOND: elsewhere}
     nulls = {}
     for way, arms in zip(WAYS, arms_of, strict=True):
-        drawn = {k if k == SECOND else arm(k, way): v for k, v in {**weakest, **arms}.items()}
-        answers: Mapping[str, list[Answer]] = {
-            name: items.answers(places) for name, places in {**drawn, PERSONA: still}.items()
-        }
+        drawn = weakest | {kind: items.answers(places) for kind, places in arms.items()}
+        named = {k if k == SECOND else arm(k, way): given for k, given in drawn.items()}
+        answers = {**named, PERSONA: still}
         nulls[way] = nulls_of(answers, way)
     judged = judged_together(nulls)
     ours = any(shows_content(of_way, CRITERION) for of_way in judged.values())
@@ -202,7 +204,8 @@ def _row(name: str, options: int, found: Rates) -> str:
 @click.option("--power-runs", default=500, show_default=True, help="Of each true gain.")
 @click.option("--items", default=692, show_default=True, help="In the test.")
 @click.option("--seed", default=0, show_default=True)
-def main(runs: int, power_runs: int, items: int, seed: int) -> None:
+@click.option("--only", multiple=True, help="A null, or 'power'; may be given again. Default: all.")
+def main(runs: int, power_runs: int, items: int, seed: int, only: tuple[str, ...]) -> None:
     """Print false content by null, and power by true gain, for 4 and 10 options."""
     summary: dict[str, list[int]] = {}
     click.echo(f"{items} items, four policies, alpha 0.05, least gain 5 points")
@@ -210,13 +213,15 @@ def main(runs: int, power_runs: int, items: int, seed: int) -> None:
     click.echo("|---|---|---|---|")
     sizes = {options: Items(items, options) for options in (4, 10)}
     for name, draw in NULLS.items():
+        if only and name not in only:
+            continue
         for options, of_size in sizes.items():
             found = rates(draw, of_size, runs, seed)
             summary[f"{name}, {options}"] = [found.runs, found.ours, found.published]
             click.echo(_row(name, options, found))
     click.echo("\n| true gain, points | options | content, any policy | published rule |")
     click.echo("|---|---|---|---|")
-    for gain in (0.05, 0.08, 0.1, 0.12, 0.15, 0.2):
+    for gain in (0.05, 0.08, 0.1, 0.12, 0.15, 0.2) if not only or "power" in only else ():
         for options, of_size in sizes.items():
             found = rates(knowledge(gain), of_size, power_runs, seed)
             summary[f"gain {gain}, {options}"] = [found.runs, found.ours, found.published]

@@ -6,6 +6,7 @@ Everything here is computed from answers alone; arms are compared item by item, 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import gt
 
 from mlxstacks.stats import (
     ClusteredMean,
@@ -16,6 +17,7 @@ from mlxstacks.stats import (
     bootstrap_difference,
     clustered_mean,
     holm,
+    mcnemar_exact_test,
     mcnemar_of_pairs,
     two_proportion_z_test,
     wilson_interval,
@@ -136,7 +138,8 @@ def null_of_pairs(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> Null:
     """A1 against a control that answered the same items, by McNemar's exact test."""
     right, control = [a.correct for a, _ in pairs], [c.correct for _, c in pairs]
     n, count, expected = len(pairs), sum(right), sum(control)
-    p_value = mcnemar_of_pairs(control, right).p_value
+    gained = sum(map(gt, right, control))
+    p_value = mcnemar_exact_test(gained, gained - count + expected).p_value
     return Null(name, n, count, expected, (count - expected) / max(n, 1), p_value)
 
 

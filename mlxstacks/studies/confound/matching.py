@@ -31,7 +31,8 @@ def next_scale(target: float, probes: Sequence[Probe]) -> float | None:
     """The scale to try after these probes, 1 being equal norm; None where the search is over.
 
     target: the share of answers that the trained adapter moves. Steps of 4 until two scales have
-    the target between them, then bisection of their logarithms. Laws: at most `MOST_PROBES`; where
+    the target between them, or until a step leads away from it, for a delta that drowns the model
+    moves no more answers; then bisection of their logarithms. Laws: at most `MOST_PROBES`; where
     more scale moves more and the target lies within reach, the search ends within `TOLERANCE`, or
     between scales that differ by less than 5%, or there.
     """
@@ -41,8 +42,13 @@ def next_scale(target: float, probes: Sequence[Probe]) -> float | None:
         return None
     low = max((probe.scale for probe in probes if probe.share < target), default=None)
     high = min((probe.scale for probe in probes if probe.share >= target), default=None)
-    if low is None or high is None:
-        return low * _STEP if low else min(probe.scale for probe in probes) / _STEP
+    *before, last = probes
+    if high is None:  # too few moved, at every scale
+        past = any(probe.share > last.share for probe in before)
+        return None if past else last.scale * _STEP
+    if low is None:
+        past = any(probe.share < last.share for probe in before)
+        return None if past else last.scale / _STEP
     if not low < high < math.inf or high / low <= _FACTOR:
         return None
     return math.sqrt(low * high)

@@ -19,7 +19,7 @@ from mlxstacks.study.run_directory import work_path
 from tests.studies.confound_cases import TRAIN, settings_for, write_places
 from tests.warm import ended, start_command_line
 
-OPERATIONS = 800  # of a whole run, about
+OPERATIONS = 4_000  # of a whole run, about
 
 
 def die_at(point: int, below: str) -> None:

@@ -51,6 +51,10 @@ def test_of_two_that_are_as_near_the_larger_scale_is_taken() -> None:
 
 def test_where_nothing_moves_the_first_scale_is_the_last() -> None:
     assert next_scale(0.0, [Probe(1.0, 0, 200)]) is None
+    assert next_scale(0.4, [Probe(1.0, 0, 200), Probe(4.0, 0, 200)]) == 16.0
+    drowned = [Probe(1.0, 54, 200), Probe(4.0, 112, 200), Probe(16.0, 144, 200)]
+    assert next_scale(0.8, drowned) == 64.0
+    assert next_scale(0.8, [*drowned, Probe(64.0, 131, 200)]) is None
     # More does not always move more.
     upside_down = [Probe(1.0, 20, 100), Probe(0.25, 60, 100)]
     assert next_scale(0.4, upside_down) is None
