@@ -121,6 +121,11 @@ def _load_adapter(
         )
     is_model = (directory / "config.json").exists()
     hint = "; it is a model: are the model and the adapter swapped?" if is_model else ""
+    if checkpoints := sorted(directory.glob("*_adapters.safetensors")):
+        last = checkpoints[-1].name
+        hint = f"; {last} is of a training that has not finished: copy it to {WEIGHTS}"
+    elif (directory / CONFIG).is_file() and not hint:
+        hint = f"; {CONFIG} is there, so its training has not finished"
     raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT){hint}")
 
 

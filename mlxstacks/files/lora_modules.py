@@ -375,11 +375,16 @@ def read_pair(a: TensorInfo, b: TensorInfo, problems: list[str]) -> tuple[Array,
     return halves[0], halves[1], a.dtype if a.dtype == b.dtype else "F32"
 
 
+_MOST_PROBLEMS = 8  # that a message lists
+
+
 def raise_problems(directory: Path, problems: Sequence[str], about: str = "") -> None:
-    """One AdapterError that lists every problem; nothing when there is none."""
+    """One AdapterError that lists the first problems; nothing when there is none."""
     if problems:
         many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        lines = "".join(f"\n  {problem}" for problem in problems)
+        lines = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS])
+        if (more := len(problems) - _MOST_PROBLEMS) > 0:
+            lines += f"\n  and {more} more"
         raise AdapterError(f"adapter {directory}{about}: {many}{lines}")
 
 

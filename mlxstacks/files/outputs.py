@@ -33,7 +33,6 @@ from typing import Any
 
 import filelock
 
-from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import (
     c_function,
@@ -104,12 +103,11 @@ def check_replaceable(target: Path, owned: Owned = listed_entries) -> None:
     """Raises: TargetError where a directory is not marked as ours, or naming what else it holds."""
     ours = owned(target)
     if ours is None:
-        remove = command_line("rm -r", target)
         raise TargetError(
             f"{target}: exists, and mlxstacks did not write it (it holds "
             f"{_listed(entries(target))} and no {MARK} that says so); such a directory is never "
             "replaced, not with --force either; choose another target, or look at it and remove it "
-            f"yourself: {remove}"
+            "yourself"
         )
     others = [path for path in entries(target) if path not in ours]
     # of a directory that is not ours, not what lies in it as well

@@ -308,7 +308,7 @@ def verdict(
             return f"{sentence}."
         (reached, worst), (high, _) = ordered[0], ordered[-1]
         trained = ", with the trained delta" if settings.zero_delta else ""
-        sentence += f"; about {_cost(extra_bytes)}"
+        sentence += f"; {_cost(extra_bytes)}"
         sentence += f"; estimated correlation{trained} {reached:.3f} ({_named(worst, stages)})"
         sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
     elif settings.zero_delta:

@@ -31,7 +31,7 @@ from mlxstacks.files.adapters import (
     zero_adapter,
 )
 from mlxstacks.files.checkpoint import open_checkpoint
-from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config, outside_config
+from mlxstacks.files.lora_modules import CONFIG, Adapter, LoraModule, mlx_config, outside_config
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
 )
@@ -357,3 +357,15 @@ def test_modules_outside_the_config_are_those_that_mlx_lm_refuses(
     except ValueError as error:
         refused = set(re.findall(r"(\S+)\.lora_[ab]: not an adapter", str(error)))
     assert set(outside_config(read_adapter(directory))) == refused
+
+
+def test_a_training_that_has_not_finished_is_named(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("{}")
+    with pytest.raises(AdapterError, match="adapter_config.json is there, so its training has not"):
+        load_any_adapter(tmp_path)
+    (tmp_path / "0000100_adapters.safetensors").write_bytes(b"")
+    copy = (
+        "0000100_adapters.safetensors is of a training that has not finished: copy it to adapters.s"
+    )
+    with pytest.raises(AdapterError, match=copy):
+        load_any_adapter(tmp_path)

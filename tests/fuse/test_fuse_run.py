@@ -419,8 +419,8 @@ def test_a_dry_run_says_what_correlation_to_expect(
     report = fuse(model, adapter, tmp_path / "out", requant="refit", dry_run=True)
     figures = {m.path: m.figures.correlation for m in report.stages[0].modules if m.figures}
     worst = min(figures, key=lambda path: figures[path] or 0.0)
-    expected = f"nothing was written; estimated correlation {figures[worst]:.3f} ({worst}) to "
-    assert expected in report.verdict
+    expected = f"no extra bytes; estimated correlation {figures[worst]:.3f} ({worst}) to "
+    assert f"nothing was written; {expected}" in report.verdict
     assert "--requant promote: correlation 0.9" in report.verdict
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from mlxstacks import memory
 from mlxstacks.agreement import KINDS, agree, read_passages, refer
+from mlxstacks.command_line import command_line
 from mlxstacks.data import read_records
 from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import open_checkpoint
@@ -92,7 +93,10 @@ def _with_judgement(
     try:
         figures = _judge(settings, target, records, result, whole)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{target} is whole, and was not judged (--judge none)") from None
+        again = command_line(
+            "mlxstacks compare", settings.model, target, adapter_path=settings.adapter_path
+        )
+        raise KeyboardInterrupt(f"{target} is whole, and was not judged; {again} does it") from None
     except (CheckpointError, InputError, NonFiniteModelError, MemoryError) as error:
         whole.part(1 - _FUSE_SHARE, "fuse, not judged")(1, 1)
         note = f"Not judged by its behaviour: {error}"
