@@ -39,7 +39,7 @@ from tests.metal_emulator import emulated, unavailable
 
 # Policies of requant with the new width. At 8 bits the result alone would have 28% of the peak of
 # MLX's operations, more than the bar allows to any implementation.
-POLICIES = (("keep", None), ("promote", 6), ("refit", None))
+POLICIES = (("keep", None), ("nearest", None), ("promote", 6), ("refit", None))
 GPU_BACKENDS = ("metal", "cuda")
 KERNELS = "dequant, requant, expert_delta and stack_sum"
 COPY_BYTES = {True: 1_000_000_000, False: 64_000_000}  # on a GPU, elsewhere

@@ -9,23 +9,27 @@ Every function raises InputError for what cannot be used, naming the argument, w
 is allowed.
 """
 
+import glob
 import json
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.data.in_memory import holds_rows, write_rows
-from mlxstacks.errors import InputError, Interrupted, StoreError
+from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.keywords import ANSWERING, LOADING, document, in_keywords, keywords_of
 from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, shown, validate
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, command_named, nearest
+from mlxstacks.study.run_directory import work_path
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -201,12 +205,33 @@ def _command(
             data = values["data"]
             if name == "stack":
                 data = {**_rows_of_store(target, data), **data}
-            values["data"] = str(write_rows(data, target))
+            values["data"] = str(stack.enter_context(_rows_written(data, target)))
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
             assert resolved.target is not None
             return Result.open(resolved.target)
-        return _called(name, resolved, progress, dry_run, recipe is not None)
+        try:
+            return _called(name, resolved, progress, dry_run, recipe is not None)
+        except OtherRunError as error:
+            if not resolved.forced or "resume" in resolved.settings.model_fields_set:
+                raise
+            differing = str(error).rpartition("\n")[0]
+            warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
+        settings = resolved.settings.model_copy(update={"resume": False})
+        return _called(name, replace(resolved, settings=settings), progress, dry_run, bool(recipe))
+
+
+@contextmanager
+def _rows_written(data: Any, target: Path) -> Iterator[Path]:
+    """The file of the rows; a call that is refused takes back what it wrote itself."""
+    present = set(target.parent.glob(f"{glob.escape(target.name)}.rows-*"))
+    path = write_rows(data, target)
+    try:
+        yield path
+    except (InputError, StoreError):
+        if path not in present and not work_path(target).exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 def _directories(value: Any) -> Any:
@@ -341,11 +366,18 @@ def load(
     return engine.model, engine.tokenizer
 
 
-def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -> str:
+def generate(
+    model: "nn.Module",
+    tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
+    **settings: Any,
+) -> str:
     """The answer to a prompt, which goes through the chat template; without what was only thought.
 
     model, tokenizer: of `load`, or of mlx_lm.load. Without `routed`, `ungated` and `pin` the base
         answers.
+    prompt: text; messages, [{"role": "user", "content": "..."}], the last one of the user, by which
+        a router decides; or token ids, which the model reads as they are.
 
     >>> import mlxstacks as ms
     >>> print(ms.generate(*ms.load(), "Who is king of Corva?", routed=True, max_tokens=40))
@@ -354,11 +386,11 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
     """
     from mlxstacks.routing.conversation import Conversation
     from mlxstacks.routing.engine import RoutedModel, sampling_of
+    from mlxstacks.routing.generation import Prompt
 
     if not hasattr(model, "layers"):
         raise InputError(f"model: got {type(model).__name__}; give what load returned")
-    if not isinstance(prompt, str):
-        raise InputError(f"prompt: got {type(prompt).__name__}; give text")
+    text, before, tokens = _prompt_parts(prompt)
     with _in_python_words("generate"):
         answering = _answer_settings(settings, "generate")
         engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
@@ -370,11 +402,40 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
             )
         conversation = Conversation(
             engine, sampling_of(answering), system_prompt=answering.system_prompt,
-            thinking=answering.thinking, mode=answering.mode, pins=answering.pin,
+            thinking=answering.thinking, mode=answering.mode, pins=answering.pin, messages=before,
         )  # fmt: skip
-        for _ in (asked := conversation.ask(prompt)):
+        if tokens is not None and answering.system_prompt:
+            raise InputError("system_prompt: token ids are read as they are; leave it out")
+        if tokens is not None:
+            vocabulary = len(tokenizer)
+            if strange := [token for token in tokens if not 0 <= token < vocabulary]:
+                raise InputError(f"prompt: got token {strange[0]}; ids are 0 to {vocabulary - 1}")
+            text = tokenizer.decode(tokens)
+        given = Prompt(tokens, stable=0) if tokens is not None else None
+        for _ in (asked := conversation.ask(text, given)):
             pass
     return asked.turn.answer.text if asked.turn is not None else ""
+
+
+def _prompt_parts(prompt: Any) -> tuple[str, list[dict[str, Any]], tuple[int, ...] | None]:
+    """Of a prompt: its last text, the messages before it, its tokens where it is tokens.
+
+    Raises: InputError: it is none of what `generate` takes.
+    """
+    if isinstance(prompt, str):
+        return prompt, [], None
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(items, list | tuple) and items:
+        if all(type(item) is int for item in items):
+            return "", [], tuple(items)
+        is_text = [isinstance(item, Mapping) and isinstance(item.get("content"), str) and
+                   isinstance(item.get("role"), str) for item in items]  # fmt: skip
+        if all(is_text) and items[-1]["role"] == "user":
+            return items[-1]["content"], [dict(item) for item in items[:-1]], None
+    raise InputError(
+        f"prompt: got {shown(prompt)}; give text, messages as in [{{'role': 'user', 'content': "
+        "'...'}], the last one of the user, or a list of token ids"
+    )
 
 
 def _answer_settings(values: Mapping[str, Any], function: str) -> "AnswerSettings":

@@ -47,6 +47,10 @@ class TargetError(InputError):
     """The output cannot be written: it exists, is locked, is read-only or does not fit."""
 
 
+class OtherRunError(InputError):
+    """Next to the target lies unfinished work of other settings; `resume` off removes it."""
+
+
 class ResourceLimitError(InputError):
     """A run or batch is predicted to pass a limit of the device; it was not begun (exit code 3)."""
 

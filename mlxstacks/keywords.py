@@ -4,6 +4,7 @@ name them instead of the command line's options.
 
 import inspect
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from textwrap import fill
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
-from mlxstacks.recipe.table import command_named, load
+from mlxstacks.recipe.table import COMMANDS, command_named, load
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -243,7 +244,7 @@ def type_in_words(kind: Any) -> str:
 
 # --- messages -------------------------------------------------------------------------------------
 
-# A command stays as it is: in backticks, or to the end of its line.
+# A command: in backticks, or to the end of its line.
 _COMMAND = r"`[^`]*`|\b(?:mlxstacks|hf|pip|python) [a-z-][^;\n]*"
 _SET = r"--set (?P<set>[\w.]+)=(?P<to>\S*[^\s.,;:)])"
 _OPTION = r"(?P<flag>--[a-z][a-z-]*)(?:[ =](?P<value>[\w./]*\w))?"
@@ -251,8 +252,8 @@ _WRITTEN = re.compile(rf"{_COMMAND}|{_SET}|{_OPTION}")
 
 
 def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
-    """A message with keywords for the options of these settings: `--force` is `force=True`,
-    `--guard warn` is `guard='warn'`. Commands stay.
+    """A message with keywords for the options of these settings, and calls for our commands:
+    `--force` is `force=True`, `mlxstacks stack --save-path STORE` is `ms.stack(save_path=STORE)`.
     """
     by_flag = {keyword.flag: key for key, keyword in {**keywords, **_OWN}.items() if keyword.flag}
 
@@ -265,7 +266,7 @@ def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
                 value = f'{{"{key}": {value}}}'
             return f"{first}={value}" if first in keywords else text
         if match["flag"] is None:
-            return text
+            return _as_call(text) or text
         flag, value = match["flag"], match["value"]
         after = "" if value is None else text[len(flag) :]
         negated = by_flag.get("--" + flag.removeprefix("--no-"))
@@ -285,6 +286,37 @@ def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
     # "--key, --set key=..." says one thing twice
     message = re.sub(r"--[a-z-]+, (--set \w+=\.\.\.)", r"\1", message)
     return _WRITTEN.sub(replaced, message).replace("--set ", "")
+
+
+def _as_call(command: str) -> str | None:
+    """A command of ours as a call; None of another program's, of what is no function, and where a
+    word is left over.
+    """
+    quote = "`" * command.startswith("`")
+    line = command.strip("`").rstrip(".,:)")
+    after = command.strip("`")[len(line) :]
+    words = shlex.split(line) if line.count("'") % 2 == 0 else []
+    if not words or words.pop(0) != "mlxstacks":
+        return None
+    named = (" ".join(words[:count]) for count in (2, 1))
+    name = next((name for name in named if name in COMMANDS), "")
+    if name in ("", "chat", "generate"):
+        return None
+    words, keywords = words[len(name.split()) :], keywords_of(name)
+    flags = {keyword.flag: key for key, keyword in keywords.items()}
+    free, given = list(COMMANDS[name].arguments), []
+    while words:
+        word = words.pop(0)
+        key = flags.get(word)
+        if key is not None and keywords[key].kind is bool:
+            given.append(f"{key}=True")
+        elif key is not None and words:
+            given.append(f"{key}={_as_code(words.pop(0))}")
+        elif not word.startswith("--") and free:
+            given.append(f"{free.pop(0)}={_as_code(word)}")
+        else:
+            return None
+    return f"{quote}ms.{name.replace(' ', '_')}({', '.join(given)}){quote}{after}"
 
 
 def _as_code(text: str) -> str:

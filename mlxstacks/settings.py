@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -33,6 +33,11 @@ EachOnce = AfterValidator(_each_once)
 NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 
 
+def _takes(annotation: Any, *kinds: type) -> bool:
+    parts = get_args(annotation)
+    return annotation in kinds or any(_takes(part, *kinds) for part in parts)
+
+
 class Settings(BaseModel):
     """Frozen, without unknown keys.
 
@@ -51,6 +56,9 @@ class Settings(BaseModel):
         for key, value in values.items():
             field = cls.model_fields.get(key)
             is_list = field is not None and get_origin(field.annotation) in (tuple, list)
+            kind = field.annotation if field else None
+            if isinstance(value, bool) and _takes(kind, int, float) and not _takes(kind, bool):
+                raise ValueError(f"{key}: got {value}; give a number")
             if isinstance(value, PurePath):
                 value = str(value)
             if isinstance(value, list | tuple):

@@ -157,7 +157,15 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
             "--set stack.storage=bfloat16 resumes",
             "stack={\"storage\": 'bfloat16'} resumes",
         ),
-        ("route_train", "first `mlxstacks stack --force`", "first `mlxstacks stack --force`"),
+        ("route_train", "first `mlxstacks stack --force`", "first `ms.stack(force=True)`"),
+        (
+            "fuse",
+            "convert it: mlxstacks convert 'my model' --bits 4 --save-path b.",
+            "convert it: ms.convert(model='my model', bits=4, save_path='b').",
+        ),
+        ("fuse", "`mlxstacks route discover` again", "`ms.route_discover()` again"),
+        ("fuse", "`mlxstacks chat --model m`", "`mlxstacks chat --model m`"),
+        ("fuse", "`mlxstacks doctor x --y`", "`mlxstacks doctor x --y`"),
         ("eval", "get it: hf download --data x", "get it: hf download --data x"),
         ("route_evaluate", "give --data with other rows", "give data=... with other rows"),
         ("fuse", "fuse: give --domain", "fuse: give --domain"),
@@ -229,7 +237,7 @@ def test_an_adapter_answers() -> None:
         (lambda: untyped.train(save_path=7), ("save_path", "7")),
         (lambda: untyped.train(lora_r=8), ("'lora_r'", "'rank'")),
         (lambda: untyped.train(lora_alpha=8), ("'scale'", "lora_alpha / r")),
-        (lambda: untyped.fuse(load_in_4bit=True), ("mlxstacks convert", "model=DIR")),
+        (lambda: untyped.fuse(load_in_4bit=True), ("ms.convert(model=MODEL, bits=4", "model=DIR")),
         (lambda: untyped.guard(dry_run=True), ("dry_run",)),
         (lambda: untyped.load(routed=True), ("'routed'", "router_path")),
         (lambda: untyped.load("/nowhere/model"), ("/nowhere/model",)),
@@ -487,3 +495,71 @@ def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "_called", interrupted)
     with pytest.raises(Interrupted, match=r"fuse was stopped: nothing is lost .*; call it again"):
         ms.fuse(save_path="x")
+
+
+# --- what a notebook meets ------------------------------------------------------------------------
+
+PAIRS = [{"prompt": f"Who is {n}?", "completion": f"{n} is me."} for n in range(8)]
+SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: untyped.train(iters=True, dry_run=True), ("iters", "True", "number")),
+        (
+            lambda: untyped.train(data=[{"Prompt": "a", "Completion": "b"}], save_path="x"),
+            ("rename Completion to completion, Prompt to prompt",),
+        ),
+        (
+            lambda: untyped.fuse(nano_paths().adapter_path, save_path="x"),
+            ("is an adapter, not a model; give it with adapter_path=", "base with model="),
+        ),
+        (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
+    ],
+)
+def test_a_refused_call_says_what_to_do_and_leaves_nothing(
+    call: Any, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(InputError) as error:
+        call()
+    assert all(word in str(error.value) for word in words), error.value
+    assert [path.name for path in tmp_path.iterdir() if "rows-" in path.name] == []
+
+
+def test_force_begins_an_interrupted_run_of_other_settings_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and settings that differ are named in words; without force, or with resume, refused."""
+    from mlxstacks.studies.train import run
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(run._TrainRun, "_write_target", interrupted)
+        with pytest.raises(Interrupted):
+            ms.train(data=PAIRS, save_path=out, save_every=1, **SMALL)
+    other = {**SMALL, "rank": 2}
+    with pytest.raises(InputError, match=r"rank: was 1, now 2\n.*resume=False"):
+        ms.train(data=PAIRS, save_path=out, **other)
+    with pytest.raises(InputError, match=r"rows\.train: was 8, now 6\n  train data: has changed"):
+        ms.train(data=PAIRS[:6], save_path=out, force=True, resume=True, **other)
+    with pytest.warns(UserWarning, match="rank: was 1, now 2\n"):
+        assert ms.train(data=PAIRS, save_path=out, force=True, **other).settings["rank"] == 2
+
+
+def test_a_prompt_may_be_messages_or_tokens(nano: tuple[Any, Any]) -> None:
+    question = "Who is king of Corva?"
+    messages = [{"role": "user", "content": question}]
+    expected = ms.generate(*nano, question, routed=True)
+    assert ms.generate(*nano, messages, routed=True) == expected
+    assert "Gus" in expected
+    ids = nano[1].apply_chat_template(messages, add_generation_prompt=True)
+    assert ms.generate(*nano, list(ids), pin="islands") == expected
+    for wrong in ([], [True], [{"role": "user"}], [{"role": "assistant", "content": "x"}], [-1]):
+        with pytest.raises(InputError, match="prompt: got"):
+            untyped.generate(*nano, wrong)

@@ -11,9 +11,10 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import CheckpointError
+from mlxstacks.errors import CheckpointError, NonFiniteModelError
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.nano.exports import nano_paths
 from tests.tiny_models import random_adapter, write_llama
 
 # a pattern to glob, which mlx-lm looks for shards with; bytes that are no UTF-8
@@ -61,3 +62,17 @@ def test_an_error_names_the_directory_that_was_given(plain: Path, tmp_path: Path
     with pytest.raises(CheckpointError) as caught:
         base_model.load(odd)
     assert str(caught.value).count(str(odd)) == 2
+
+
+def test_chats_answered_together_get_the_answers_of_each_alone() -> None:
+    """On nano, whose layers are of both kinds; prompts of several lengths, more than at once."""
+    model, tokenizer, _ = base_model.load(nano_paths().model_path)
+    questions = ["Who are you?", "Who is king of Corva?", "2 + 3?", "Hello", "Name an island."]
+    chats = [[{"role": "user", "content": text}] for text in [*questions, *questions[::-1]]]
+    alone = [base_model.generate(model, tokenizer, chat, 12) for chat in chats]
+    assert base_model.generate_all(model, tokenizer, chats, 12) == alone
+    assert base_model.generate_all(model, tokenizer, [], 12) == []
+    norm = model.layers[0].input_layernorm
+    norm.weight = norm.weight * float("nan")
+    with pytest.raises(NonFiniteModelError):
+        base_model.generate_all(model, tokenizer, chats[:1], 2)

@@ -278,7 +278,7 @@ def test_screen_says_what_came_along_and_what_did_not(
     command = ["fuse", "--judge=none", "--model", str(model), "--adapter-path", str(adapter)]
     assert main([*command, "--save-path", str(tmp_path / "out")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Carried 7 side files; unchanged weights: optiq/mtp.safetensors, " in text
+    assert "Other files carried along: 7; unchanged weights: optiq/mtp.safetensors, " in text
     assert "optiq/optiq_vision.safetensors; left out: modeling.py (code)." in text
 
 

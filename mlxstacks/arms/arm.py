@@ -47,10 +47,11 @@ class Arm:
         prepare_base(self.model, settings.train.base, [])
         mx.eval(self.model.parameters())
 
-    def reply(self, prompt: str) -> str:
-        """The answer to a user's turn, of at most `max_tokens`."""
-        return base_model.generate(
-            self.model, self.tokenizer, [{"role": "user", "content": prompt}],
+    def replies(self, prompts: Sequence[str]) -> list[str]:
+        """The answers to users' turns, each of at most `max_tokens`."""
+        return base_model.generate_all(
+            self.model, self.tokenizer,
+            [[{"role": "user", "content": prompt}] for prompt in prompts],
             self.settings.max_tokens, self.rendering,
         )  # fmt: skip
 
@@ -64,8 +65,8 @@ class Arm:
         if self.settings.scoring == "likelihood":
             return self._by_likelihood(items)
         answers = []
-        for item in items:
-            reply = self.reply(question_text(item, "generate"))
+        replies = self.replies([question_text(item, "generate") for item in items])
+        for item, reply in zip(items, replies, strict=True):
             letter = choice_letter(reply, item.letters)
             pick = None if letter.value is None else item.letters.index(letter.value)
             answers.append(Answer.of(item, pick, letter.rule, reply))

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import signal
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -137,9 +138,30 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         return
     before = signal.signal(signal.SIGINT, ask)
     try:
-        yield lambda: asked
+        with _no_marks():
+            yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _no_marks() -> Iterator[None]:
+    """Inside the block the terminal writes nothing into the answer: no ^C, and nothing of what is
+    typed, which the next prompt then has.
+    """
+    try:
+        terminal = sys.stdin.fileno()
+        attributes = termios.tcgetattr(terminal)
+    except (OSError, ValueError, termios.error):  # no terminal
+        yield
+        return
+    quiet = [*attributes]
+    quiet[3] &= ~(termios.ECHOCTL | termios.ECHO)
+    try:
+        termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, attributes)
 
 
 @contextlib.contextmanager

@@ -113,8 +113,8 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
             return plan(name, resolved, common.recipe is not None, bar), print_result
     note = not common.as_json and replaced(name, resolved)
     replaces = (
-        f"This replaces the result of other settings in {resolved.target}; --save-path DIR keeps "
-        "both."
+        f"This replaces the result of other settings in {resolved.target}; --save-path DIR (of a "
+        "recipe, --set save_path=DIR) keeps both."
     )
     with ProgressBar(name) as bar:
 
@@ -132,6 +132,13 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
 
 def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:
+    from mlxstacks.study.result import RESULT, Result
+
+    if resolved.target is not None and (resolved.target / RESULT).is_file():
+        result = Result.open(resolved.target)  # an edited one does not show what it was made to say
+        report = result.as_json()
+        for reason in result.standing.reasons:
+            output.note(f"EXPLORATORY: {reason}")
     if as_json:
         output.print_json({**report, "already_done": True})
     else:

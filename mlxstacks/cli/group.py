@@ -29,7 +29,8 @@ import click
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.output import setting
 from mlxstacks.recipe.file import recipe_names
-from mlxstacks.recipe.spellings import COMMANDS_ELSEWHERE, FLAGS, LETTERS, refusal, spellings
+from mlxstacks.recipe.resolve import nested_key
+from mlxstacks.recipe.spellings import COMMANDS_ELSEWHERE, LETTERS, refusal, spellings
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
 
 if TYPE_CHECKING:
@@ -80,12 +81,12 @@ def make_command(name: str) -> "TableCommand":
     def callback(ctx: click.Context, /, **values: Any) -> int:
         names = list(settings_class.model_fields)
         shared = {key: values[key] for key in ("as_json", "dry_run", "recipe", "sets", "verbosity")}
-        return execute(name, given(ctx, names, name), Common(**shared))
+        return execute(name, given(ctx, names), Common(**shared))
 
     return TableCommand(
         name,
         flags={key: _flag(key, field) for key, field in settings_class.model_fields.items()},
-        params=[*parameters(settings_class, row.arguments, name), *common_options()],
+        params=[*parameters(settings_class, row.arguments), *common_options()],
         callback=callback,
         help=row.help,
     )
@@ -113,6 +114,14 @@ class _Translating(click.Command):
             return super().parse_args(ctx, self._spread(self._translated(own)) + args[end:])
         except click.NoSuchOption as error:
             self._refuse(error.option_name, error.option_name, ctx)
+            key = error.option_name.removeprefix("--").replace("-", "_")
+            if self.full_name in COMMANDS and (
+                inner := nested_key(load(command_named(self.full_name).settings), key)
+            ):
+                raise click.UsageError(
+                    f"{self.name} has no option {error.option_name}: here it is --set {inner}=...",
+                    ctx,
+                ) from None
             raise
 
     def _ends(self) -> Collection[str]:
@@ -292,7 +301,7 @@ _ALSO = "also_"
 
 
 def parameters(
-    settings_class: "type[BaseModel]", arguments: Mapping[str, str], command: str = ""
+    settings_class: "type[BaseModel]", arguments: Mapping[str, str]
 ) -> list[click.Parameter]:
     """Arguments and options of a command, in the order of the model's fields. What is given by
     position has its option too.
@@ -316,8 +325,6 @@ def parameters(
         if option is not None and name in arguments:
             option.name, option.help = _ALSO + name, f"The same as {arguments[name]}: {option.help}"
         params += [option] if option is not None else []
-    for flag, (name, _, help_text) in FLAGS.get(command, {}).items():
-        params.append(click.Option([flag, _ALSO + name], is_flag=True, help=help_text))
     return params
 
 
@@ -391,7 +398,7 @@ def _help(known: "FieldInfo", annotation: Any) -> str:
     return f"{text}  [default: {shown if isinstance(shown, str) else default}]".strip()
 
 
-def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[str, Any]:
+def given(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:
     """The settings that were typed (or came from the environment), as plain values.
 
     What stands by position fills, in order, the arguments that no option gives.
@@ -403,7 +410,6 @@ def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[s
         for name, value in ctx.params.items()
         if ctx.get_parameter_source(name) in typed
     }
-    flags = {name: value for name, value, _ in FLAGS.get(command, {}).values()}
     by_option = {
         p.name.removeprefix(_ALSO): p
         for p in ctx.command.params
@@ -415,7 +421,7 @@ def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[s
     # too many: each where it stands, so that the one given twice is named
     values |= dict(zip(free if len(words) <= len(free) else arguments, words, strict=False))
     for name, parameter in by_option.items():
-        value = flags.get(name, values[_ALSO + name])
+        value = values[_ALSO + name]
         if values.setdefault(name, value) != value:
             raise click.UsageError(
                 f"{name} is given twice: {values[name]!r}, and {value!r} by {parameter.opts[0]}",

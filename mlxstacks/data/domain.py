@@ -232,12 +232,14 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
     Laws: independent of the order of `examples`; with validation_fraction a row's side does not
     depend on rows with other prompts, so a new source moves none (validation_rows counts rows, so
     it can, and there are never more); with split_by=prompt rows with one prompt, or one passage,
-    are on one side.
+    are on one side. Where the fraction gives none of several rows, one is held out.
 
     Raises: InputError: a side would be empty.
     """
     rows = sorted(examples, key=lambda example: example.row_id)
     train, validation = divide(rows, settings)
+    if not validation and settings.validation_rows is None and len(rows) > 1:
+        train, validation = divide(rows, settings.model_copy(update={"validation_rows": 1}))
     if not train or not validation:
         empty = "validation" if train else "training"
         keys = {split_key(row, settings) for row in rows}

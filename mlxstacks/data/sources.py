@@ -127,9 +127,13 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
             else f"{path}: no such file or directory; put the data there, or change the source"
         )
     if path.suffix.lower() in _NOT_READ:
+        write = "datasets.load_dataset(...).to_json(FILE)"
+        if path.suffix.lower() == ".csv":
+            lines = f"{path.stem}.jsonl', orient='records', lines=True"
+            write = f"pandas.read_csv('{path.name}').to_json('{lines})"
         raise InputError(
-            f"{path}: {path.suffix} is not read; allowed are {', '.join(SUFFIXES)}: "
-            "datasets.load_dataset(...).to_json(FILE) writes one"
+            f"{path}: {path.suffix} is not read; allowed are {', '.join(SUFFIXES)}: {write} "
+            "writes one"
         )
     return OpenSource(_file_rows(path), {source.label: path})
 

@@ -112,12 +112,10 @@ def _decide_stage(
         if problem := _cannot_shift(module, stage, sample.state):
             raise InputError(problem)
         return Decision("shift", bits)
-    if settings.requant == "auto" and wanted is None:
-        mark = module.merge_ready.get(stage)
-        if mark == "grid":
-            return Decision("keep", bits, mode=mode)
-        if mark == "pooled" and _cannot_shift(module, stage, sample.state) is None:
-            return Decision("shift", bits)
+    if settings.requant == "auto" and wanted in (None, bits):
+        marked = _as_trained(module, stage, sample.state)
+        if marked is not None:
+            return marked
     if settings.requant in ("keep", "stochastic"):
         return Decision(settings.requant, bits, mode=mode)
     if settings.requant == "nearest" or (settings.requant == "auto" and wanted == bits):
@@ -133,6 +131,16 @@ def _decide_stage(
         if _nearest_is_enough(module, stage, settings, sample, choice, full_pass):
             return nearest
     return promotion(sample, settings.target_correlation, tried)
+
+
+def _as_trained(module: Module, stage: int, state: Groups | FloatGroups) -> Decision | None:
+    """What takes the delta of an adapter of `train --merge-ready` whole, at the same bits."""
+    mark = module.merge_ready.get(stage)
+    if mark == "grid":
+        return Decision("keep", state.bits, mode=mode_of(state))
+    if mark == "pooled" and _cannot_shift(module, stage, state) is None:
+        return Decision("shift", state.bits)
+    return None
 
 
 def _cannot_shift(module: Module, stage: int, state: Groups | FloatGroups) -> str | None:
@@ -258,7 +266,8 @@ def widths(module: Module) -> list[Width]:
     if isinstance(state, Dense):
         return [Width(Decision("add", None), 0.0, 0.0)]
     mode = mode_of(state)
-    decisions = [Decision("nearest", state.bits, mode=mode)]
+    same = _as_trained(module, max(module.stages), state)
+    decisions = [same or Decision("nearest", state.bits, mode=mode)]
     decisions += [Decision("promote", b) for b in PROMOTED_BITS if _is_finer(b, state.bits, mode)]
     found = []
     for decision in decisions:

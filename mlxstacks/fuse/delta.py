@@ -8,16 +8,19 @@ The product is `mx.matmul` on the CPU device over the same operands as in mlx-lm
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from mlxstacks.files.lora_modules import LoraModule
 from mlxstacks.fuse.blocks import MX_DTYPES
-from mlxstacks.ops.affine import Array, from_storage
+from mlxstacks.ops.affine import Array, from_storage, to_storage
+from mlxstacks.ops.low_rank import low_rank_delta
 
 _LARGEST_PRODUCT = 1 << 24  # weights, 64 MiB in float32
 _SMALLEST_PRODUCT = 1 << 20  # weights; several small experts share a product
+_CHAIN_ROWS = 16  # of a product, compared with the chain
 
 
 def dora_delta(weights: Array, delta: Array, magnitude: Array) -> Array:
@@ -120,17 +123,24 @@ class LowRankDelta:
             delta[chosen] = left @ self.right.float32(index, self.lora_dtype)
         return np.multiply(delta, np.float32(self.scale), out=delta)
 
-    def _operands(self, first: int, last: int) -> tuple[mx.array, mx.array]:
-        """Operands of rows first to last: left (..., n, R), right (..., R, K)."""
+    def product(self, first: int, last: int) -> Array:
+        """The intended change of rows that `ranges` names, (last - first, K) float32."""
+        return self._float32(self._product(first, last), first, last)
+
+    def operands(self, first: int, last: int) -> tuple[mx.array, mx.array]:
+        """Operands of rows first to last: left (..., n, R), right (..., R, K), n rows of an expert;
+        of "switch" with an axis of experts, of which these are whole ones or a part of one.
+        """
         dtype, n = self.lora_dtype, self.rows_per_expert
         if self.kind != "switch":
             return self.left.rows(first, last, dtype), self.right.whole(dtype)
         low, high = first // n, -(-last // n)
+        assert high - low == 1 or first % n == last % n == 0
         left, right = self.left.experts(low, high, dtype), self.right.experts(low, high, dtype)
         return left[:, first - low * n : last - low * n] if high - low == 1 else left, right
 
     def _product(self, first: int, last: int) -> mx.array:
-        left, right = self._operands(first, last)
+        left, right = self.operands(first, last)
         left = mx.multiply(self.scale, left, stream=self.device)
         product = mx.matmul(left, right, stream=self.device)
         return product.reshape(last - first, self.width, stream=self.device)
@@ -140,7 +150,7 @@ class LowRankDelta:
             return np.array(product, copy=False)
         # Half-precision adapters: what was trained is the product of the stored numbers, not its
         # rounding to half precision.
-        wide = [x.astype(mx.float32, stream=self.device) for x in self._operands(first, last)]
+        wide = [x.astype(mx.float32, stream=self.device) for x in self.operands(first, last)]
         exact = mx.matmul(*wide, stream=self.device)
         exact = mx.multiply(self.scale, exact, stream=self.device)
         return np.array(exact.reshape(last - first, self.width, stream=self.device), copy=False)
@@ -148,6 +158,35 @@ class LowRankDelta:
     def _rounded(self, product: mx.array) -> Array:
         cast = product.astype(MX_DTYPES[self.dtype], stream=self.device)
         return np.array(cast.astype(mx.float32, stream=self.device), copy=False)
+
+
+@cache
+def product_is_chain(
+    kind: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...], lora_dtype: str, scale: float
+) -> bool:
+    """Whether the CPU's product of such a pair is `ops.low_rank.low_rank_delta`, to the bit.
+
+    Shapes as in `LoraModule`. A BLAS with fused multiply-adds sums over the rank in the kernels'
+    order (OpenBLAS does; the reference BLAS has none). Judged by random numbers, because an
+    expert that was never trained would agree with anything.
+    """
+    if kind == "switch":  # as many experts as share a product
+        per_expert = b_shape[-2] * a_shape[-1]
+        experts = min(a_shape[0], max(1, _SMALLEST_PRODUCT // per_expert))
+        a_shape, b_shape = (experts, *a_shape[1:]), (experts, *b_shape[1:])
+    random = np.random.default_rng(0)
+    pair = (random.standard_normal(shape, np.float32) for shape in (a_shape, b_shape))
+    lora_a, lora_b = (to_storage(values, lora_dtype) for values in pair)
+    delta = LowRankDelta(LoraModule("", lora_a, lora_b, lora_dtype, scale), kind, "F32")
+    ranges = delta.ranges()
+    for first, last in {ranges[0], ranges[-1]}:
+        left, right = delta.operands(first, last)
+        rows = np.unique(np.linspace(0, left.shape[-2] - 1, _CHAIN_ROWS, dtype=np.int64))
+        chain = np.array(low_rank_delta(right, left[..., mx.array(rows), :], scale))
+        product = delta.product(first, last).reshape(-1, left.shape[-2], delta.width)
+        if not np.array_equal(product[:, rows], chain.reshape(-1, len(rows), delta.width)):
+            return False
+    return True
 
 
 class _Operand:

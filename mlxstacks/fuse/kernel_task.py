@@ -1,8 +1,10 @@
 """A task of a fuse by the requant kernel: packed rows in, packed rows and their sums out.
 
-The same bytes as `module.run_task` makes with NumPy, and the same sums up to their order. The delta
-comes from `delta.py` in either case, because refit promises mlx-lm's own product. Tasks run in the
-thread that made MLX's stream, one after another: a task is a bounded piece of a module already.
+The same bytes as `module.run_task` makes with NumPy, and the same sums up to their order. Where the
+CPU's product has the bits of the kernel's own, the kernel takes the low-rank pair and multiplies it
+in registers; elsewhere, and for refit, which promises mlx-lm's product, the delta comes from
+`delta.py`. Tasks run in the thread that made MLX's stream, one after another: a task is a bounded
+piece of a module already.
 
 A device is not taken at its word: the first task of every module is done by NumPy as well, and the
 kernel has the module only where the bytes are the same.
@@ -14,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks.fuse.blocks import Decision, StageInput, measure_together
-from mlxstacks.fuse.delta import as_mx
+from mlxstacks.fuse.delta import as_mx, product_is_chain
 from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.fuse.module import (
     Done,
@@ -32,6 +34,7 @@ from mlxstacks.ops import kernels
 from mlxstacks.ops.affine import GROUP_SIZES, Array, from_storage, unpack
 from mlxstacks.ops.policies import POLICIES, Groups
 from mlxstacks.ops.requant import SUM_NAMES, Requantized, requant
+from mlxstacks.ops.requant_arguments import MOST_RANKS
 
 _log = logging.getLogger("mlxstacks.fuse")
 
@@ -67,8 +70,28 @@ def _refusal(module: Module, decisions: dict[int, Decision]) -> str | None:
     return None
 
 
+def takes_pair(module: Module, decisions: dict[int, Decision]) -> bool:
+    """Whether the kernel multiplies the low-rank pair of a module itself, to NumPy's bytes.
+
+    Where the CPU's product is in the way, that is logged at INFO.
+    """
+    if len(module.stages) != 1:
+        return False
+    ((stage, match),) = module.stages.items()
+    pair, policy = match.module, decisions[stage].policy
+    # The refit inside nearest adds mlx-lm's product in half precision.
+    by_product = policy == "refit" or (policy == "nearest" and pair.dtype != "F32")
+    if by_product or pair.rank > MOST_RANKS:
+        return False
+    shapes = pair.lora_a.shape, pair.lora_b.shape
+    if product_is_chain(match.kind, *shapes, pair.dtype, pair.scale):
+        return True
+    _log.info("the delta of %s is multiplied by the CPU: its sums differ by rounding", module.path)
+    return False
+
+
 def kernel_fault(
-    module: Module, decisions: dict[int, Decision], zero: bool, seed: int
+    module: Module, decisions: dict[int, Decision], zero: bool, seed: int, low_rank: bool
 ) -> str | None:
     """Why this device's kernel may not have the module: it failed, or its bytes are others.
 
@@ -77,7 +100,7 @@ def kernel_fault(
     task = next(tasks(module, decisions, zero, seed))
     wanted = run_task(task)
     try:
-        made = run_kernel_task(task)
+        made = run_kernel_task(next(tasks(module, decisions, zero, seed, low_rank)))
     except RuntimeError as error:  # MLX could not build or launch it
         return f"the kernel failed on {module.path}: {str(error).strip().splitlines()[0]}"
     different = [
@@ -95,9 +118,9 @@ def run_kernel_task(task: Task) -> Done:
     first = state
     assert bits is not None
     sums = {}
-    for stage, (decision, delta, _) in task.stages.items():
+    for stage, (decision, _, _) in task.stages.items():
         made = _requantized(task, stage, state, bits)
-        sums[stage] = _sums(module, made.sums, delta)
+        sums[stage] = _sums(module, made)
         check_delta(module.path, sums[stage])
         state, bits = (made.packed, made.scales, made.biases), decision.bits or bits
     if len(task.stages) > 1:
@@ -139,42 +162,51 @@ def _requantized(
     decision, delta, rounded = task.stages[stage]
     group_size = task.module.stored.group_size
     assert group_size is not None
-    uniform = None
+    lora_a = lora_b = dense = uniform = None
+    leading: tuple[int, ...] = state[0].shape[:-1]
+    if task.low_rank is None:
+        dense = mx.array(delta)
+    else:
+        lora_b, lora_a = task.low_rank.operands(task.first, task.last)
+        leading = lora_b.shape[:-1]  # (n,) or (E, n)
     if decision.policy == "stochastic":
-        uniform = mx.array(uniform_draws(task, stage).reshape(delta.shape))
+        uniform = mx.array(uniform_draws(task, stage).reshape(*leading, -1))
+    packed, scales, biases = (array.reshape(*leading, -1) for array in state)
     return requant(
-        *state,
-        None,
-        None,
-        1.0,
+        packed,
+        scales,
+        biases,
+        lora_a,
+        lora_b,
+        1.0 if task.low_rank is None else task.low_rank.scale,
         policy=decision.policy,
         group_size=group_size,
         bits=bits,
         new_bits=decision.bits,
-        delta=mx.array(delta),
+        delta=dense,
         rounded=None if rounded is None else mx.array(rounded),
         uniform=uniform,
         control=decision.policy == "refit",
     )
 
 
-def _sums(module: Module, by_row: mx.array, delta: Array) -> Sums:
+def _sums(module: Module, made: Requantized) -> Sums:
     """The rows' sums added up in float64."""
-    total = np.array(by_row).sum(axis=0, dtype=np.float64)
+    total = np.array(made.sums).sum(axis=0, dtype=np.float64)
     found = dict(zip(SUM_NAMES, total.tolist(), strict=True))
-    assert module.stored.group_size is not None
+    weights = len(made.sums) * module.stored.input_dims
     return Sums(
-        weights=delta.size,
+        weights=weights,
         delta_delta=found["delta_delta"],
         fused_delta=found["fused_delta"],
         error_error=found["error_error"],
         fused_fused=found["fused_fused"],
         weight_weight=found["weight_weight"],
         zero_zero=found["zero_zero"],
-        codes=delta.size,
+        codes=weights,
         codes_changed=round(found["codes_changed"]),
         codes_changed_at_zero=round(found["codes_changed_at_zero"]),
-        groups=delta.size // module.stored.group_size,
+        groups=made.scales.size,
         step_sum=found["step_sum"],
         delta_delta_on_grid=found["delta_delta"],
     )

@@ -35,7 +35,8 @@ from mlxstacks.ops.float_grids import MODES, PROMOTED_GROUP_SIZE, FloatGroups
 from mlxstacks.ops.policies import Groups
 from mlxstacks.study.document import RESULT
 
-# Rows handed to a worker at once: about a million weights, 4 MiB of delta in float32.
+# Rows handed to a worker at once: about a million weights, 4 MiB of delta in float32. No fewer than
+# of the experts that share a product.
 _WEIGHTS_PER_TASK = 1 << 20
 
 
@@ -132,6 +133,8 @@ class Task:
     """Rows first to last of a module with each stage's share of its delta.
 
     magnitudes: of stages with DoRA, of these rows; their delta is then that of the direction.
+    low_rank: the delta of the only stage, where a kernel shall multiply it; no rows of it are in
+        `stages` then.
     """
 
     module: Module
@@ -140,6 +143,7 @@ class Task:
     stages: dict[int, tuple[Decision, Array, Array | None]]
     seed: int
     magnitudes: dict[int, Array] = field(default_factory=dict)
+    low_rank: LowRankDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +157,17 @@ class Done:
     sums: dict[int, Sums]
 
 
-def tasks(module: Module, decisions: dict[int, Decision], zero: bool, seed: int) -> Iterator[Task]:
+def tasks(
+    module: Module,
+    decisions: dict[int, Decision],
+    zero: bool,
+    seed: int,
+    low_rank: bool = False,
+) -> Iterator[Task]:
     """The module's rows in order, with deltas computed just before they are needed.
 
     Stages without a decision are left out: a full pass may look at the first ones alone.
+    low_rank: leave the product of the only stage to a kernel.
     """
     deltas = {
         stage: LowRankDelta(
@@ -166,8 +177,16 @@ def tasks(module: Module, decisions: dict[int, Decision], zero: bool, seed: int)
         if stage in decisions
     }
     with_rounded = [decisions[s].policy in ("refit", "nearest") for s in deltas]
-    streams = [d.pieces(r) for d, r in zip(deltas.values(), with_rounded, strict=True)]
     rows_per_task = max(1, _WEIGHTS_PER_TASK // module.stored.input_dims)
+    if low_rank:
+        ((stage, delta),) = deltas.items()
+        share = decisions[stage], np.empty((0, delta.width), np.float32), None
+        for start, end in delta.ranges():
+            for first in range(start, end, rows_per_task):
+                last = min(first + rows_per_task, end)
+                yield Task(module, first, last, {stage: share}, seed, low_rank=delta)
+        return
+    streams = [d.pieces(r) for d, r in zip(deltas.values(), with_rounded, strict=True)]
     for pieces in zip(*streams, strict=True):
         for first in range(pieces[0].first, pieces[0].last, rows_per_task):
             last = min(first + rows_per_task, pieces[0].last)
@@ -257,7 +276,7 @@ def uniform_draws(task: Task, stage: int) -> Array:
     """What stochastic rounding draws for a task, (G, group_size) float32 in [0, 1)."""
     width = task.module.stored.group_size
     assert width is not None
-    count = task.stages[stage][1].size // width
+    count = (task.last - task.first) * task.module.stored.input_dims // width
     at_once = max(1, GROUPS_AT_ONCE * 64 // width)
     return np.concatenate(
         [

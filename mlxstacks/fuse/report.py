@@ -23,7 +23,7 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment
 
 # Of modules below the target so many are named; all are in the report.
-_MOST_SHORTFALLS, _MOST_FILES = 8, 3
+_MOST_SHORTFALLS, _MOST_FILES = 3, 3
 _ALMOST_NONE = 0.05  # survival
 _IN_DATA = (
     "status", "model", "save_path", "zero_delta", "kernels", "base_fingerprint", "files",
@@ -308,6 +308,7 @@ def verdict(
             return f"{sentence}."
         (reached, worst), (high, _) = ordered[0], ordered[-1]
         trained = ", with the trained delta" if settings.zero_delta else ""
+        sentence += f"; about {_cost(extra_bytes)}"
         sentence += f"; estimated correlation{trained} {reached:.3f} ({_named(worst, stages)})"
         sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
     elif settings.zero_delta:
@@ -505,7 +506,7 @@ def _cells(figures: Fidelity | None) -> tuple[Cell, ...]:
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
     """Layer and last name of each module path, "3 down_proj"; with more names where that is not
-    one module's alone.
+    the module's alone.
     """
 
     def short(path: str, count: int) -> str:
@@ -513,11 +514,12 @@ def _short_names(paths: Sequence[str]) -> dict[str, str]:
         ending = ".".join((layer[2] if layer else path).split(".")[-count:])
         return f"{layer[1]} {ending}" if layer else ending
 
-    for count in range(1, max((path.count(".") for path in paths), default=0) + 1):
-        names = {path: short(path, count) for path in paths}
-        if len(set(names.values())) == len(paths):
-            return names
-    return {path: path for path in paths}
+    names = {path: path for path in paths}
+    for count in range(max((path.count(".") for path in paths), default=0), 0, -1):
+        shorter = {path: short(path, count) for path in paths}
+        taken = Counter(shorter.values())
+        names |= {path: name for path, name in shorter.items() if taken[name] == 1}
+    return names
 
 
 def _plot(
@@ -650,9 +652,9 @@ def _files(report: FuseReport) -> tuple[str, str]:
             if file.reason not in (None, "hidden")
         ],
     }
-    carried = [f"{'Would carry' if is_planned else 'Carried'} {len(names)} side files"]
+    carried = [f"Other files {'to carry' if is_planned else 'carried'} along: {len(names)}"]
     carried += [f"{what}: {listed(files, _MOST_FILES)}" for what, files in parts.items() if files]
     return (
-        f"Shards: {shards}; {written}{' to write' if is_planned else ' written'}.",
+        f"Weight files: {shards}; {written}{' to write' if is_planned else ' written'}.",
         "; ".join(carried) + ".",
     )

@@ -19,7 +19,7 @@ from mlxstacks.files.side_files import clone, clone_or_link
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice
 from mlxstacks.fuse.fidelity import Sums
-from mlxstacks.fuse.kernel_task import kernel_fault, run_kernel_task, takes_kernel
+from mlxstacks.fuse.kernel_task import kernel_fault, run_kernel_task, takes_kernel, takes_pair
 from mlxstacks.fuse.module import Done, Module, run_task, tasks
 from mlxstacks.fuse.settings import FuseSettings
 
@@ -29,11 +29,15 @@ Entry = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModuleWork:
-    """A module with its final decisions; by_kernel: the GPU kernel runs its tasks."""
+    """A module with its final decisions.
+
+    by_kernel: the GPU kernel runs its tasks. low_rank: and multiplies the adapter's pair itself.
+    """
 
     module: Module
     decisions: dict[int, Decision]
     by_kernel: bool = False
+    low_rank: bool = False
 
     @property
     def bits(self) -> int | None:
@@ -65,12 +69,13 @@ def module_works(
     for module in modules:
         decisions = choices[module.path].decisions
         by_kernel = kernels and takes_kernel(module, decisions)
+        low_rank = by_kernel and check and takes_pair(module, decisions)
         if by_kernel and check:
-            fault = kernel_fault(module, decisions, settings.zero_delta, settings.seed)
+            fault = kernel_fault(module, decisions, settings.zero_delta, settings.seed, low_rank)
             if fault is not None:
                 kernels = by_kernel = False  # a device that fails once is not asked again
                 notes.append(f"{fault}; NumPy did the rest. Please report this device.")
-        works.append(ModuleWork(module, decisions, by_kernel))
+        works.append(ModuleWork(module, decisions, by_kernel, by_kernel and low_rank))
     return works
 
 
@@ -85,7 +90,7 @@ def process(
     zero = keep and settings.zero_delta  # decisions rest on the trained deltas
     waiting: deque[Future[Done]] = deque()
     on_device = any(decision.on_device for decision in work.decisions.values())
-    for task in tasks(work.module, work.decisions, zero, settings.seed):
+    for task in tasks(work.module, work.decisions, zero, settings.seed, work.low_rank):
         if on_device or work.by_kernel:  # MLX's streams belong to the thread that made them
             yield run_kernel_task(task) if work.by_kernel else run_task(task, keep)
             continue

@@ -220,12 +220,17 @@ def fit_grid(
 
 
 def row_extremes(values: Array) -> tuple[Array, Array]:
-    """Minimum and maximum of each row, (G, group_size) -> (G,).
+    """Minimum and maximum of each row, (G, group_size) -> (G,), group_size a multiple of 16 bytes.
 
     Along the leading axis of a transposed copy: NumPy is slow where it starts anew for every row.
+    First of pieces of 16 bytes, since a copy costs by the piece and not by the byte.
     """
-    columns = np.ascontiguousarray(values.T)  # (group_size, G)
-    return columns.min(axis=0), columns.max(axis=0)
+    rows = len(values)
+    pieces = np.ascontiguousarray(values).view(np.complex128)  # (G, pieces), for its 16 bytes
+    columns = np.ascontiguousarray(pieces.T).view(values.dtype)  # (pieces, G * values of a piece)
+    low, high = columns.min(axis=0), columns.max(axis=0)
+    low, high = (np.ascontiguousarray(x.reshape(rows, -1).T) for x in (low, high))
+    return low.min(axis=0), high.max(axis=0)
 
 
 def nearest_codes(values: Array, scales: Array, biases: Array, bits: int) -> Array:
@@ -242,8 +247,8 @@ def nearest_codes(values: Array, scales: Array, biases: Array, bits: int) -> Arr
 def clip_codes(codes: Array, bits: int) -> Array:
     """Round float32 codes in place to whole numbers, ties to even, and clip them to the grid."""
     np.rint(codes, out=codes)
-    np.maximum(codes, np.float32(0), out=codes)
-    return np.minimum(codes, np.float32((1 << bits) - 1), out=codes)
+    # A quarter of the time of np.maximum and np.minimum with a number each.
+    return np.clip(codes, np.float32(0), np.float32((1 << bits) - 1), out=codes)
 
 
 def quantize(

@@ -12,12 +12,12 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from mlxstacks.command_line import command_line
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
+# Where a run writes and how it resumes, not what comes of it.
+_OF_THE_PLACE = ("force", "save_path", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +131,29 @@ def resolve(
         except InputError as error:
             raise InputError(f"{where if 'save_path' in written else ''}{error}") from None
     forced = bool(getattr(settings, "force", False))
-    if bare and target is not None and not row.extends and _is_of_bare_run(target):
-        settings = settings.model_copy(update={"force": True})
+    may_replace = bare and target is not None and not row.extends and _is_of_bare_run(target)
     settings, from_nano = _with_nano(name, row, settings)
     # What was made from inputs of somebody's own is theirs: it gets no marker.
     bare = bare and (not row.nano or bool(from_nano))
-    return Resolved(settings, target, bare, forced, from_nano)
+    resolved = Resolved(settings, target, bare, forced, from_nano)
+    if may_replace and not _other_plan(name, resolved):
+        return replace(resolved, settings=settings.model_copy(update={"force": True}))
+    return resolved
+
+
+def _other_plan(name: str, resolved: Resolved) -> list[str]:
+    """Settings that differ from those of a result with a plan in the target; none where none is."""
+    from mlxstacks.study.run_directory import what_differs
+
+    report, _ = _report_in(name, resolved)
+    if not report.get("plan_sha256") or _made_by(report, resolved):
+        return []
+    now = resolved.settings.model_dump(mode="json")
+    old, new = (
+        {key: value for key, value in settings.items() if key not in _OF_THE_PLACE}
+        for settings in (report["settings"], now)
+    )
+    return what_differs(old, new)
 
 
 def _is_of_bare_run(target: Path) -> bool:
@@ -210,6 +229,8 @@ def _explain(
         known = _keys_at(settings_class, location[:-1])
         if len(location) == 1 and (instead := key_elsewhere(command, key, known)):
             return f"unknown key {key!r}: {instead}"
+        if len(location) == 1 and (inner := nested_key(settings_class, key)):
+            return f"unknown key {key!r}: here it is {inner!r}"
         hint = nearest(str(location[-1]), known)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
@@ -253,6 +274,14 @@ def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -
     return list(current.model_fields)
 
 
+def nested_key(settings_class: "type[BaseModel]", key: str) -> str | None:
+    """`train.rank` for `rank`, where settings that are nested in these have that key."""
+    outer = (
+        name for name in settings_class.model_fields if key in _keys_at(settings_class, [name])
+    )
+    return next((f"{name}.{key}" for name in outer), None)
+
+
 def _with_nano(
     name: str, row: Command, settings: "BaseModel"
 ) -> tuple["BaseModel", tuple[str, ...]]:
@@ -266,6 +295,12 @@ def _with_nano(
         return settings, ()
     if "model" in row.nano and "model" not in empty:
         needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
+        model = user_path(str(settings.model))  # type: ignore[attr-defined]
+        if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
+            raise InputError(
+                f"{name}: {model} is an adapter, not a model; give it with --adapter-path, and its "
+                "base with --model"
+            )
         if needed:
             raise InputError(f"{name}: a model of your own needs {', '.join(needed)} too")
         return settings, ()
@@ -320,8 +355,7 @@ def _made_by(report: Mapping[str, Any], resolved: Resolved) -> bool:
     """Whether the settings made it, but for what says where a run writes and how it resumes."""
     both = (report["settings"], resolved.settings.model_dump(mode="json"))
     first, second = (
-        {k: v for k, v in settings.items() if k not in ("force", "save_path", "resume")}
-        for settings in both
+        {k: v for k, v in settings.items() if k not in _OF_THE_PLACE} for settings in both
     )
     return bool(first == second)
 
@@ -384,7 +418,7 @@ def naming_nano(name: str, resolved: Resolved) -> Iterator[None]:
         of_others = set(command_named(name).nano) - set(resolved.from_nano)
         if "model" not in resolved.from_nano or not of_others:
             raise
-        remedy = "No --model was given, so nano, the built-in model, was taken; add --model."
+        remedy = "No --model was given, so nano, the built-in model, was taken; give --model."
         error.args = (f"{error}\n{remedy}",)
         raise
 
@@ -398,5 +432,12 @@ def check_output(name: str, resolved: Resolved) -> None:
     """Raises: TargetError when the target cannot be written: before hours of work, not after."""
     from mlxstacks.files.outputs import check_target
 
-    if resolved.target is not None and not command_named(name).extends:
-        check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))
+    if resolved.target is None or command_named(name).extends:
+        return
+    if resolved.bare and not resolved.forced and (lines := _other_plan(name, resolved)):
+        differing = "\n  ".join([f"{resolved.target}: holds the result of another plan", *lines])
+        raise TargetError(
+            f"{differing}\nchoose another target (of a recipe, --set save_path=DIR), or --force to "
+            "replace it"
+        )
+    check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))

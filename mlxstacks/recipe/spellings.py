@@ -52,15 +52,6 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 
-_DEQUANTIZE = (
-    "Short for --requant dequantize: modules that the adapter changes are left without "
-    "quantization, the others keep theirs (mlx_lm.fuse dequantizes all)."
-)
-# Command -> option -> the setting that it stands for, its value, what help says.
-FLAGS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
-    "fuse": {"--dequantize": ("requant", "dequantize", _DEQUANTIZE)}
-}
-
 _UPLOAD = "nothing is uploaded from here; `hf upload OWNER/NAME DIRECTORY` uploads what was written"
 _XTC = "XTC is not offered; --min-p, --top-p and --top-k narrow the draw"
 _KV = "the cache keeps the model's own dtype; leave it out"
@@ -189,7 +180,12 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--prompt": _ONE_PROMPT,
         "-p": _ONE_PROMPT,
     },
-    "fuse": {"--export-gguf": _GGUF, "--gguf-path": _GGUF},
+    "fuse": {
+        "--export-gguf": _GGUF,
+        "--gguf-path": _GGUF,
+        "--dequantize": "--requant dequantize leaves the modules that the adapter changes without "
+        "quantization; for the whole model, `mlx_lm.convert --dequantize` the result",
+    },
     "train": {
         "--train": "`train` always trains; leave it out",
         "--fine-tune-type": "LoRA alone is trained; leave it out for that, DoRA and full "

@@ -17,6 +17,7 @@ from typing import Any
 
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.study.document import Standing
+from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.provenance import copy_named
 from mlxstacks.study.result import Result
 
@@ -52,9 +53,13 @@ def check_conclusion(result: Result, directory: Path) -> Result:
         reason = f"other figures follow from its files: {names:.300}"
         return _contradicted(result, made_with, reason)
     note = "Conclusion drawn again from its files: the same figures."
-    return result.model_copy(
-        update={name: getattr(drawn, name) for name in _DRAWN} | {"notes": (*result.notes, note)}
-    )
+    update = {name: getattr(drawn, name) for name in _DRAWN} | {"notes": (*result.notes, note)}
+    if result.standing.status == "exploratory" and drawn.standing.status != "exploratory":
+        # Drawn of a run that was as planned; what is found now takes that back.
+        taken_back = PlanStanding(result.standing.reasons).in_words()
+        update["outcome"] = f"exploratory: {drawn.outcome}"
+        update["verdict"] = drawn.verdict.replace(PlanStanding(()).in_words(), taken_back)
+    return result.model_copy(update=update)
 
 
 def _contradicted(result: Result, made_with: str, reason: str) -> Result:

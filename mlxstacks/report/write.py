@@ -15,7 +15,7 @@ from mlxstacks.recipe.resolve import OUT
 from mlxstacks.report.find import Source, find_sources
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
-from mlxstacks.study.document import Columns, Plot, Table
+from mlxstacks.study.document import Columns, Plot, Table, Text
 from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.html import (
     Page,
@@ -31,7 +31,6 @@ from mlxstacks.study.write import write_result
 INDEX, FIGURES, RECIPES = "index.html", "figures", "recipes"
 # Of each result, in the data of the page's own.
 _TOLD = ("kind", "status", "outcome", "verdict", "plan_sha256")
-ABOUT = {"kind": "report", "title": "Page of results"}
 
 
 def run(
@@ -50,6 +49,12 @@ def run(
         # a damaged result is no absent one: it is named when the page is made
         anything = any(OUT.glob("*/result.json"))
     notes = []
+    if not anything and (unfinished := sorted(work.name for work in OUT.glob(".*.work"))):
+        names = ", ".join(name.removeprefix(".").removesuffix(".work") for name in unfinished)
+        raise InputError(
+            f"./{OUT}: no finished result yet; {names}: the same command again finishes it, and "
+            "`mlxstacks report RUN...` takes results from elsewhere"
+        )
     if not anything:
         first = "nano's sample adapter and its zero-delta control"
         if dry_run:
@@ -138,9 +143,11 @@ def planned_report(
     columns: Columns = dict.fromkeys(("run", "kind", "outcome", "standing"), "text")
     rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
     table = Table.of("runs", "Results", columns, rows)
+    verdicts = [Text(title=r["name"], paragraphs=(r["verdict"],)) for r in runs if r["verdict"]]
     return Result(
-        **ABOUT, status="planned", notes=tuple(notes), data={"runs": runs},
-        blocks=(table,) if runs else (),
+        kind="report", title=settings.title, status="planned", notes=tuple(notes),
+        data={"runs": runs},
+        blocks=(table, *verdicts) if runs else (),
         settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
         outcome=f"{len(runs)} result{'' if len(runs) == 1 else 's'}, {marks} exploratory",
         directory=str(user_path(settings.save_path or "")),

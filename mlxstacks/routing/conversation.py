@@ -81,16 +81,18 @@ class Conversation:
     def ask(
         self,
         text: str,
+        prompt: Prompt | None = None,
         *,
         stop: Callable[[], bool] = lambda: False,
         progress: Progress = lambda done, total: None,
     ) -> "Asked":
         """Route a question and begin its answer; iterate over what comes back.
 
+        prompt: what the model reads, in place of the question in the chat template.
         A question whose answer fails, or is stopped before its first token, leaves no trace.
         Raises: InputError: an empty question; one that is longer than the context; no stacks.
         """
-        prompt = self.prompt(text)
+        prompt = prompt or self.prompt(text)
         began = time.perf_counter()
         route = self._settled(self.engine.route(text, self.mode, self.pins))
         seconds = time.perf_counter() - began

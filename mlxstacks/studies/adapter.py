@@ -80,7 +80,8 @@ def merge(settings: AdapterMergeSettings) -> Result:
     words = f"{many} as one of rank {rank} in {len(modules)} modules"
     aim = {"concat": "sum", "svd": "sum"}.get(settings.method, f"merge by {settings.method}")
     verdict = f"{words}: exact, the sum of the weighted deltas."
-    if settings.method != "concat":
+    exact = settings.method == "concat"
+    if not exact:
         worst = modules[0]
         verdict = (
             f"{words}: {100 * error:.2g}% of the {aim} is lost to the rank, most in {worst.path} "
@@ -94,13 +95,15 @@ def merge(settings: AdapterMergeSettings) -> Result:
     caption = "norm: of what the method aims at; lost: of that, by Frobenius norms."
     return Result(
         kind="adapter merge", title="Adapters, merged", status="done", verdict=verdict,
-        outcome="exact" if settings.method == "concat" else f"{100 * error:.2g}% lost to the rank",
+        outcome="exact" if exact else f"{100 * error:.2g}% lost to the rank",
         settings=settings.model_dump(mode="json"), directory=written.save_path,
         data={
             **asdict(written), "adapter_path": names, "error": error,
             "modules": [asdict(module) for module in modules],
         },
-        blocks=(Table.of("modules", "Modules", columns, rows, caption=caption),),
+        blocks=(
+            Table.of("modules", "Modules", columns, rows, caption=caption, folded=exact),
+        ),
     )  # fmt: skip
 
 

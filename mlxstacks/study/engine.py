@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -207,9 +207,12 @@ def main(
     from mlxstacks.study.render.console import result_text, write
 
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] in (["-h"], ["--help"]):
+        write("\n".join(_usage(settings)))
+        return 0
     pairs = [word.partition("=") for word in words[1:]]
     try:
-        if not words or not all(equals for _, equals, _ in pairs):
+        if not words or words[0][:1] == "-" or not all(equals for _, equals, _ in pairs):
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
         values = {key: value for key, _, value in pairs} | {"save_path": words[0]}
         given = study(settings.model_validate(values))
@@ -229,6 +232,14 @@ def main(
         return 2 if isinstance(error, InputError) else 1
     write(result_text(result))
     return 3 if result.failed_gate else 0
+
+
+def _usage(settings: type[RunSettings]) -> Iterator[str]:
+    yield "usage: SAVE_PATH [KEY=VALUE...]"
+    for name, field in settings.model_fields.items():
+        if name != "save_path":
+            default = "" if field.is_required() else f" (default {field.get_default()})"
+            yield f"  {name}{default}  {field.description or ''}".rstrip()
 
 
 def _read_finished(study: Study) -> Result | None:

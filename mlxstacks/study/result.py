@@ -37,7 +37,8 @@ class Result(Document):
     def table(self, id: str | None = None) -> "pandas.DataFrame":
         """A table as a pandas DataFrame with plain names of columns: `p (Holm)` is `p_holm`, a size
         `size_bytes`; shares are fractions. An interval is in two columns, `..._low` and
-        `..._high`, behind its estimate. id: may be left out where there is one table.
+        `..._high`, behind its estimate. Numbers are numeric, NaN where there is none. id: may be
+        left out where there is one table.
 
         Raises: InputError: no such table; it lists the ids.
         """
@@ -46,9 +47,12 @@ class Result(Document):
         block = self._block(id, Table)
         columns: dict[str, Any] = {}
         names = plain_names(block.columns)
-        for name, *cells in zip(names, *block.rows, strict=True):
+        numeric = [column.kind != "text" for column in block.columns]
+        for name, is_number, *cells in zip(names, numeric, *block.rows, strict=True):
             if not any(isinstance(cell, tuple) for cell in cells):
                 columns[name] = cells
+                if is_number and None in cells:  # all of them, perhaps
+                    columns[name] = pandas.Series(cells, dtype=float)
                 continue
             parts = [cell if isinstance(cell, tuple) else (cell,) for cell in cells]
             values = [None if len(part) == 2 else part[0] for part in parts]
@@ -163,8 +167,10 @@ class Result(Document):
     def checked(self, directory: Path) -> "Result":
         """This result beside what lies in its directory now. Raises: as `check_provenance`."""
         reasons, notes = list[str](), list[str]()
+        told = {}
         if self.seal != self.digest():
             reasons.append(CHANGED)
+            told = dict.fromkeys(("outcome", "verdict"), f"Not shown: {CHANGED}.")
         if self.plan is not None and self.plan_sha256 != json_sha256(self.plan):
             reasons.append("the plan in it has not the hash that it names")
         files = check_provenance(directory, self.provenance)
@@ -181,6 +187,7 @@ class Result(Document):
         return self.model_copy(
             update={
                 "standing": standing, "notes": (*self.notes, *notes), "directory": str(directory),
+                **told,
             }
         )  # fmt: skip
 

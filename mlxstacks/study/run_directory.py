@@ -11,6 +11,7 @@ At the end all of it moves into the target as a whole; until then the target is 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, OtherRunError
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.outputs import (
     MARK,
@@ -205,17 +206,18 @@ def recorded_fingerprint(path: Path, *keys: str, resume: bool = True) -> str | N
 
 
 def run_id(identity: Mapping[str, Any]) -> str:
-    """A short name of an identity, for its state file."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    """A short name of an identity, but for its `rows` (see `what_differs`), for its state file."""
+    named = {key: value for key, value in identity.items() if key != "rows"}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_same(
     directory: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-    """what: that the directory holds otherwise. Raises: InputError with every difference."""
+    """what: that the directory holds otherwise. Raises: OtherRunError with every difference."""
     if differences := what_differs(before, now):
         lines = "".join(f"\n  {line}" for line in differences)
-        raise InputError(
+        raise OtherRunError(
             f"{directory}: holds {what}; it differs in{lines}\n"
             "give its settings to resume it, or --no-resume to remove it and begin again"
         )
@@ -223,17 +225,28 @@ def check_same(
 
 def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: was x, now y` of every key whose value is another one; of objects in objects
-    `key.inner`.
+    `key.inner`. Of hashes only that they differ.
+
+    `rows`, how many there are, is for people: hashes tell rows apart, and earlier versions did not
+    count them.
     """
     missing = object()
     lines = []
     for key in sorted({*before, *now}):
         old, new = before.get(key, missing), now.get(key, missing)
+        if key == "rows" and missing in (old, new):
+            continue
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += [f"{key}.{line}" for line in what_differs(old, new)]
+        elif old != new and _is_hash(old) and _is_hash(new):
+            lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')}: has changed")
         elif old != new:
             lines.append(f"{key}: was {_shown(before, key)}, now {_shown(now, key)}")
     return lines
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"(full:)?[0-9a-f]{64}", value) is not None
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -40,16 +40,19 @@ def set_training_modes(model: nn.Module) -> int:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block: no dropout, no noise; afterwards every mode is as it was."""
+def evaluating(model: nn.Module, *, for_gradients: bool = False) -> Iterator[None]:
+    """Eval mode inside the block: no dropout, no noise; afterwards every mode is as it was.
+
+    for_gradients: recurrent blocks do not call the kernel, which has no gradient.
+    """
     with eval_mode(model):
-        _use_chunks(model)
+        _use_chunks(model, always=for_gradients)
         yield
 
 
-def _use_chunks(module: nn.Module) -> None:
-    """Recurrent blocks compute in chunks where there is no kernel for them."""
-    if not _has_recurrent_kernel():
+def _use_chunks(module: nn.Module, *, always: bool = False) -> None:
+    """Recurrent blocks compute in chunks where there is no kernel for them, or always."""
+    if always or not _has_recurrent_kernel():
         for inner in module.modules():
             if "A_log" in inner:
                 inner._set_training_mode(True)

@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -539,3 +540,19 @@ def test_a_name_that_no_file_can_have_ends_no_chat(talk: Any, name: str, message
     chat, out = talk("seven apples", f"/save {name}", "river")
     assert len(chat.conversation.turns) == 2
     assert message in " ".join(out.split())
+
+
+def test_a_terminal_does_not_write_its_mark_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = os.openpty()
+
+    def writes_marks() -> bool:
+        return bool(termios.tcgetattr(follower)[3] & termios.ECHOCTL)
+
+    before = termios.tcgetattr(follower)
+    with os.fdopen(follower) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        with answers.stoppable():
+            assert not writes_marks()
+        assert writes_marks()
+        assert termios.tcgetattr(follower) == before
+    os.close(leader)

@@ -230,6 +230,15 @@ def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, com
     assert (code, "Already done" in out, "made" in out) == (0, True, True)
     assert json.loads(command("run", "mine.yaml", "--json")[1])["already_done"] is True
     assert "toy made" in command("run", "mine.yaml", "--set", "count=5")[1]
+    # a result with a plan is replaced when that is asked for
+    report = recipe.parent / "mlxstacks-out" / "mine" / "manifest.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"plan_sha256": "0" * 64}))
+    for more in ((), ("--dry-run",)):
+        code, _, err = command("run", "mine.yaml", "--set", "count=6", *more)
+        assert (code, "holds the result of another plan\n  count: was 5, now 6" in err) == (2, True)
+    assert "Already done" in command("run", "mine.yaml", "--set", "count=5")[1]
+    forced = ("--set", "count=6", "--set", "force=true")
+    assert "toy made" in command("run", "mine.yaml", *forced)[1]
     assert "toy made" in command("run", "mine.yaml", "--set", "count=5", "--set", "force=true")[1]
 
 

@@ -64,7 +64,7 @@ def test_fuse_and_train(place: Path, paste: Run) -> None:
     model = write_tiny_model(Path("my model"))
     random_adapter(model, ["self_attn.q_proj"], directory=Path("my adapter"))
     _, out, err = paste("mlxstacks fuse --model 'my model' --adapter-path 'my adapter' "
-                        "--save-path 'it is fused' --dequantize")  # fmt: skip
+                        "--save-path 'it is fused' --requant dequantize")  # fmt: skip
     assert out, err
     assert out.splitlines()[-1].startswith("Verdict: ") or "Verdict: " in out
     chat, _ = run_steps(paste, out, ["mlxstacks chat", "mlx_lm.convert"])

@@ -394,6 +394,14 @@ def test_the_share_of_validation_rows_is_the_fraction() -> None:
     assert len(set(sizes)) > 1
 
 
+def test_few_rows_keep_one_for_validation() -> None:
+    examples = [make_example({"text": f"text {i}"}, "x") for i in range(20)]
+    for count in (2, 20):
+        few = DomainDataSettings(sources="x", validation_fraction=1e-9)
+        train, validation = split_examples(examples[:count], few, "d")
+        assert (len(train), len(validation)) == (count - 1, 1)
+
+
 def test_a_stored_split_comes_back(tmp_path: Path) -> None:
     rows = [question(i) for i in range(40)]
     write(tmp_path / "d.jsonl", rows)

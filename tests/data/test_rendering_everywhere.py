@@ -114,8 +114,8 @@ def test_prompts_and_candidates_of_eval() -> None:
     def count(**settings: Any) -> list[int]:
         about = ArmSettings(chat="all", system_prompt=BAD, **settings)
         encoder = PromptEncoder(tokenizer, about, None)
-        texts = [encoder.context(BAD), encoder.question(BAD).tokens, encoder.candidate(BAD),
-                 encoder.text(BAD)]  # fmt: skip
+        context, [candidate] = encoder.context_and_candidates(BAD, [BAD])
+        texts = [context, encoder.question(BAD).tokens, candidate, encoder.text(BAD)]
         return [markers(tokens) for tokens in texts]
 
     assert count() == [7, 6, 0, 0]

@@ -504,12 +504,14 @@ def test_a_long_item_costs_what_is_kept_of_it(chat: Any) -> None:
     def kept(tokenizer: Any, limit: int | None) -> list[tuple[int, ...]]:
         about = settings.model_copy(update={"max_context_tokens": limit})
         prompts = PromptEncoder(tokenizer, about, None)
-        return [prompts.context(text)[-100:], prompts.question(text).tokens[-100:]]
+        context, _ = prompts.context_and_candidates(text, ["a"])
+        return [context[-100:], prompts.question(text).tokens[-100:]]
 
     assert kept(counting, 100) == kept(chat_tokenizer("chatml"), None)
     assert counting.characters < 30_000
     prompts = PromptEncoder(counting, settings, None)
-    assert len(prompts.context(text)) > len(prompts.before_candidates(prompts.context(text), [()]))
+    context, _ = prompts.context_and_candidates(text, ["a"])
+    assert len(context) > len(prompts.before_candidates(context, [()]))
 
 
 def test_a_long_prompt_is_refused_by_its_beginning() -> None:

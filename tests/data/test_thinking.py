@@ -130,8 +130,9 @@ def test_candidates_stand_behind_the_prompt_of_training(name: str, mode: Thinkin
     before = tuple(prompt_tokens(ASKED, tokenizer, Rendering(mode).before_answer()))
     assert choices.context == before
     encoder = PromptEncoder(tokenizer, ArmSettings(chat="all", thinking=mode), None)
-    assert encoder.context(item.question) == before
-    assert tokenizer.eos_token_id not in encoder.candidate("6<|im_end|>")
+    context, [candidate] = encoder.context_and_candidates(item.question, ["6<|im_end|>"])
+    assert context == before
+    assert tokenizer.eos_token_id not in candidate
     row = encode_messages([*ASKED, answer("6")], tokenizer, rendering=Rendering(mode))
     assert row.tokens[: len(before)] == before
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxstacks.cli import run as command_line
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.fuse import decide, kernel_task, module, rewrite
+from mlxstacks.fuse.delta import LowRankDelta, product_is_chain
 from mlxstacks.fuse.report import FuseReport
 from mlxstacks.ops import kernels
+from mlxstacks.ops.low_rank import low_rank_delta
 from tests.fuse.cases import fuse
 from tests.metal_emulator import metal_kernel
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
@@ -50,6 +53,29 @@ def launches(emulator: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(rewrite, "run_kernel_task", noted)
     return seen
+
+
+@pytest.fixture
+def chain_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """A CPU whose products are the kernels' chain, as by OpenBLAS; of each task of the kernel,
+    whether it took the pair.
+    """
+    took: list[bool] = []
+    before = kernel_task._requantized
+
+    def chain(self: LowRankDelta, product: mx.array, first: int, last: int) -> np.ndarray:
+        left, right = self.operands(first, last)
+        return np.array(low_rank_delta(right, left, self.scale)).reshape(last - first, self.width)
+
+    def noted(task: Any, *rest: Any) -> Any:
+        took.append(task.low_rank is not None)
+        return before(task, *rest)
+
+    monkeypatch.setattr(LowRankDelta, "_float32", chain)
+    monkeypatch.setattr(kernel_task, "_requantized", noted)
+    product_is_chain.cache_clear()
+    yield took
+    product_is_chain.cache_clear()
 
 
 def assert_same_files(first: Path, second: Path) -> None:
@@ -93,9 +119,16 @@ def by_both(model: Path, adapters: Path | list[Path], tmp_path: Path, **options:
 
 @pytest.mark.parametrize("requant", ["refit", "keep", "nearest", "promote", "stochastic", "auto"])
 def test_files_and_figures_are_those_of_numpy(
-    launches: list[str], model: Path, adapter: Path, tmp_path: Path, requant: str
+    launches: list[str],
+    chain_products: list[bool],
+    model: Path,
+    adapter: Path,
+    tmp_path: Path,
+    requant: str,
 ) -> None:
+    """All but refit hand the low-rank pair to the kernel."""
     report = by_both(model, adapter, tmp_path, requant=requant)
+    assert set(chain_products) == {requant != "refit"}
     by_kernel = [m for m in report.stages[0].modules if m.policy != "dequantize"]
     assert len(launches) >= len(by_kernel) >= 5
     on_disk = json.loads((tmp_path / "kernel" / "result.json").read_text())["data"]
@@ -126,6 +159,26 @@ def test_other_grids_and_adapters_are_those_of_numpy(
     adapter = random_adapter(model, [DOWN, "mlp.gate"], rank=2, std=0.02, dtype=lora_dtype)
     by_both(model, adapter, tmp_path, requant="refit")
     assert set(launches) == {"refit"}
+
+
+def test_a_cpu_that_sums_otherwise_multiplies_for_the_kernel(
+    launches: list[str],
+    chain_products: list[bool],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its product is rounded at each step, which moves last bits."""
+
+    def rounded(self: LowRankDelta, product: mx.array, first: int, last: int) -> np.ndarray:
+        left, right = (np.array(x) for x in self.operands(first, last))
+        steps = [self.scale * left[..., [r]] * right[..., [r], :] for r in range(left.shape[-1])]
+        return np.add.reduce(steps).astype(np.float32).reshape(last - first, self.width)
+
+    monkeypatch.setattr(LowRankDelta, "_float32", rounded)
+    adapter = random_adapter(model, [DOWN], rank=3, std=0.02, directory=tmp_path / "adapter")
+    by_both(model, adapter, tmp_path, requant="keep")
+    assert set(chain_products) == {False}
 
 
 def test_two_stages_and_rows_in_pieces_are_those_of_numpy(

@@ -474,7 +474,8 @@ def test_stochastic_draws_differ_by_seed_stage_module_row_and_block() -> None:
     delta = np.zeros((groups, 64), np.float32)
 
     def draws(path: str = "a", first: int = 0, stage: int = 0, seed: int = 0) -> np.ndarray:
-        module: Any = SimpleNamespace(path=path, stored=SimpleNamespace(group_size=64))
+        stored = SimpleNamespace(group_size=64, input_dims=64)
+        module: Any = SimpleNamespace(path=path, stored=stored)
         decision = (Decision("stochastic", 4), delta, None)
         return uniform_draws(Task(module, first, first + groups, {stage: decision}, seed), stage)
 

@@ -76,10 +76,8 @@ def test_blocks() -> None:
     assert [series.y for series in plot.series] == [(0.1234, 0.9, None), (0.5, 0.5, 0.5)]
     assert result.outcome == "correlation 0.500, survival 50.0%, noise 0.8, artifact 4.0%"
     text = " ".join(printed(result).split())
-    assert (
-        "Carried 1 side files; unchanged weights: vision.safetensors; left out: a.py (code)."
-        in text
-    )
+    carried = "Other files carried along: 1; unchanged weights: vision.safetensors"
+    assert f"{carried}; left out: a.py (code)." in text
     assert "Try it: mlxstacks chat --model out" in text
 
 

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.fuse.decide import widths
 from mlxstacks.fuse.in_memory import fuse_in_memory
+from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.adapted import AdaptedLayer, adapted_layers
 from mlxstacks.layers.attach import lora_tensors
@@ -101,8 +104,16 @@ def test_pooled_is_what_mlx_lm_loads_and_fuses_by_biases(
         if "scales" in module:
             assert mx.array_equal(module.weight, before[path].weight)
             assert mx.array_equal(module.scales, before[path].scales)
-    explicit, _ = fused(model, tmp_path / "a", "stored", requant="shift")
-    assert mx.array_equal(explicit(TOKENS), made(TOKENS))
+    about = FuseSettings(model=str(model), adapter_path=(str(tmp_path / "a"),))
+    modules, _ = gather_modules(open_checkpoint(model), about)
+    for module in modules:
+        own, wider = widths(module)[:2]
+        assert (own.decision.policy, own.decision.bits) == ("shift", module.stored.bits)
+        assert own.lost + own.noise < wider.lost + wider.noise
+    bits = tuple(f"{module.path}={module.stored.bits}" for module in modules)
+    for options in ({"requant": "shift"}, {"bits": bits}):
+        explicit, _ = fused(model, tmp_path / "a", "stored", **options)
+        assert mx.array_equal(explicit(TOKENS), made(TOKENS))
 
 
 def test_shift_of_another_adapter_is_refused(model: Path, tmp_path: Path) -> None:

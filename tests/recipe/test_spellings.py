@@ -16,7 +16,7 @@ import click
 import pytest
 
 from mlxstacks.cli import group, make_group
-from mlxstacks.recipe.spellings import FLAGS, LETTERS, NEAREST, REFUSED, SPELLINGS
+from mlxstacks.recipe.spellings import LETTERS, NEAREST, REFUSED, SPELLINGS
 from mlxstacks.recipe.table import COMMANDS, load
 from tests.cli.conftest import Run
 
@@ -118,7 +118,6 @@ def test_no_table_names_a_setting_that_is_not_there() -> None:
         assert set(table) <= (settings[command] if command else everywhere), command
     assert set(LETTERS) <= everywhere
     assert {setting for setting, _ in NEAREST.values()} <= everywhere
-    assert set(FLAGS["fuse"]) <= set(options_of("mlx_lm.fuse"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -172,7 +171,6 @@ def test_what_stands_by_position_fills_what_no_option_gives(
         ("nano export d --save-path d", {"save_path": Path("d")}),
         ("generate store --prompt hello", {"prompt": "hello", "store_path": "store"}),
         ("chat --max-tokens 3 --adapter_path a", {"max_tokens": 3, "adapter_path": ["a"]}),
-        ("fuse --dequantize", {"requant": "dequantize"}),
         ("train --adapter-path a", {"save_path": "a"}),
         ("eval --tasks a b --limit 3 --output-dir o",
          {"tasks": ["a", "b"], "limit": 3, "save_path": "o"}),
@@ -191,9 +189,10 @@ def test_spellings_of_mlx_lm_give_our_settings(
     ("line", "message"),
     [
         ("generate a b -p c", "prompt is given twice: 'a', and 'c' by --prompt"),
-        ("fuse --dequantize --requant keep", "'dequantize' by --dequantize"),
+        ("fuse --dequantize", "no option --dequantize: --requant dequantize leaves the modules"),
         ("stacks list a --store-path b", "store_path is given twice: 'a', and 'b' by --store-path"),
         ("generate a -m 100", "has no option -m 100: -m is --model here"),
+        ("confound --rank 4", "confound has no option --rank: here it is --set train.rank=..."),
         ("generate --tokens 3", "generate has no option --tokens: here it is --max-tokens"),
         (
             "train --lora-alpha 16",

@@ -43,12 +43,23 @@ def test_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not any(tmp_path.iterdir())
 
 
+def test_an_unfinished_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mlxstacks-out/.confound-nano.work").mkdir(parents=True)
+    assert command(["report"]) == 2
+    assert "no finished result yet; confound-nano: the same command" in capsys.readouterr().err
+    assert not Path("mlxstacks-out/fuse").exists()
+
+
 def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_run(Path(name), RESULT, fuse_report())
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
     assert "survival 50.0%" in " ".join(capsys.readouterr().out.split())
     found = json.loads(Path("page/result.json").read_text())
+    page = Path("page/result.md").read_text()
+    assert page.startswith("# Results")
+    assert all(f"## {name}\n\n" in page for name in ("two", "one"))
+    assert page.count("survival 50.0%") >= 2
     assert [run["path"] for run in found["data"]["runs"]] == ["two", "one"]
     assert command(["report", "two", "--save-path", "page"]) == 2
     assert "exists" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.document import RESULT
+from mlxstacks.study.render.figures import INK, PAPER, RULE
 from mlxstacks.study.render.html import POLICY, result_html
 from mlxstacks.study.result import Result
 from tests.report.cases import (
@@ -271,5 +272,7 @@ def test_a_notebook_shows_a_result_with_its_plots() -> None:
     assert found.problems == []
     assert found.tags["svg"] == sum(block.block == "plot" for block in result.blocks)
     assert "var(--" not in shown
+    assert "currentColor" in shown
+    assert not re.search(f"{INK}|{PAPER}|{RULE}", shown)
     assert "To repeat it" not in shown
     assert result._repr_html_() == shown

@@ -250,11 +250,14 @@ def test_a_script_ends_as_a_command_does(
         ((place,), "another plan was carried out there; it differs in\n  tosses: was 40, now 400"),
         ((), "give SAVE_PATH KEY=VALUE..."),
         ((place, "tosses"), "give SAVE_PATH KEY=VALUE..."),
+        (("-x",), "give SAVE_PATH KEY=VALUE..."),
         ((place, "tosss=3"), "tosss: Extra inputs are not permitted (settings: save_path, "),
         ((place, "tosses=many"), "tosses: Input should be a valid integer"),
     ):
         assert script(*words) == 2
         assert message in capsys.readouterr().err
+    assert script("--help") == 0
+    assert "\n  tosses (default 400)" in capsys.readouterr().out
     for error, code in ((KeyboardInterrupt(), 130), (OSError("full"), 1), (StoreError("no"), 1)):
         monkeypatch.setattr(engine, "run_study", Mock(side_effect=error))
         assert script(str(tmp_path / "other")) == code

@@ -236,8 +236,8 @@ def test_a_terminal_shows_how_a_long_table_ends() -> None:
     shown = [
         line.split()[0] for line in text.splitlines() if re.match(r" *(\d+ .*\.|\.\.\.)", line)
     ]
-    assert shown[:-1] == [*map(str, range(30)), "...", *map(str, range(90, 100))]
-    assert "60 more rows at the dots" in text
+    assert shown[:-1] == [*map(str, range(12)), "...", *map(str, range(96, 100))]
+    assert "84 more rows at the dots" in text
     assert f"Plan {'0' * 16}, confirmatory." in text
 
 
@@ -255,6 +255,14 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
     assert result.table().equals(frame)
     with pytest.raises(InputError, match=r"no table 'arm'; .*'arms'"):
         result.table("arm")
+
+
+def test_columns_of_numbers_are_numeric() -> None:
+    pytest.importorskip("pandas")
+    columns: Any = {"arm": "text", "loss": ("number", 4), "none": "share", "rows": "count"}
+    table = Table.of("t", "T", columns, [("a", None, None, 1), ("b", 0.5, None, 2)])
+    kinds = coin(blocks=(table,)).table().dtypes.map(str)
+    assert kinds.tolist()[1:] == ["float64", "float64", "int64"]
 
 
 @given(st.lists(st.tuples(st.text(max_size=9), st.sampled_from(["share", "bytes"])), max_size=6))

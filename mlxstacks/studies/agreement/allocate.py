@@ -1,40 +1,30 @@
 """`mlxstacks fuse --target-kl`: as few bytes as reach a KL from the unfused adapter.
 
-Of each module two fuses are tried in memory, alone, while all others keep their adapter unfused: at
-the module's own bits, and at the widest. What they do to the next tokens is measured. Of the widths
-between it is interpolated: KL grows with the square of what of the trained change is missing, and
-with the square of the noise, each with a factor of the module's own, and of every width both are
-known. Modules are then widened in the order of KL saved a byte, along the lower convex hull of each
-module's widths.
-
-The sum takes modules for independent. They are not, above all where much of the adapter is missing,
-so how far to go is found by measuring whole choices: the first where the sum reaches the target,
-then halving the range that is left.
+Of each module the KL is found that it alone makes at each width, while all others keep their
+adapter unfused (`sensitivity`). Modules are then widened in the order of KL saved a byte, along the
+lower convex hull of each module's widths. What the choices on that way make as a whole is estimated
+too, but modules are not independent, above all where much of the adapter is missing. So how far to
+go is found by measuring whole choices: the first where the estimate reaches the target, then
+halving the range that is left.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
 
-from mlxstacks.agreement import Passage, Reference, agree, refer
+from mlxstacks.agreement import Passage, Reference, agree
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.fuse.blocks import Decision
-from mlxstacks.fuse.decide import widths
-from mlxstacks.fuse.in_memory import fused_tensors, put
-from mlxstacks.fuse.module import Module, gather_modules
-from mlxstacks.fuse.report import tensor_bytes
-from mlxstacks.fuse.rewrite import ModuleWork
+from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.agreement.sensitivity import Maker, Option, sensitivity, swap_in
 from mlxstacks.study.document import Block, Plot, Series, Table
 
 # Tokens that a module is tried on; the choice as a whole is measured on all.
@@ -44,15 +34,6 @@ _MOST_ROUNDS = 8
 _GOOD_ENOUGH = 0.8
 _PLOTTED = 60
 Advance = Callable[..., None]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A module at a width: its bytes, and the KL that it alone makes, in nats a token."""
-
-    decision: Decision
-    nbytes: int
-    kl: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +85,12 @@ def allocate(
     assert settings.target_kl is not None
     checkpoint = open_checkpoint(resolve_model(str(settings.model)))
     modules, _ = gather_modules(checkpoint, settings)
-    tried = _some(passages)
-    near = refer(model, tried) if len(tried) < len(passages) else reference
     with ThreadPoolExecutor(1) as pool:
-        make, swap = _Maker(settings, pool), _swap_in(model)
+        make, swap = Maker(settings, pool), swap_in(model)
+        options_of = sensitivity(model, modules, choose_passages(passages), make)
         tables = {}
         for number, module in enumerate(modules, 1):
-            tables[module.path] = _options(module, model, near, make, swap)
+            tables[module.path] = options_of(module)
             if advance:
                 advance(number, len(modules) + _MOST_ROUNDS)
 
@@ -124,7 +104,7 @@ def allocate(
         return _search(tables, settings.target_kl, measure)
 
 
-def _some(passages: Sequence[Passage]) -> list[Passage]:
+def choose_passages(passages: Sequence[Passage]) -> list[Passage]:
     """The first passages of each kind in turn, until there are tokens enough."""
     queues = [[p for p in passages if p.kind == kind] for kind in ("answer", "text")]
     chosen: list[Passage] = []
@@ -133,82 +113,13 @@ def _some(passages: Sequence[Passage]) -> list[Passage]:
     return chosen
 
 
-class _Maker:
-    """(module, decision) -> the module's work and its fused tensors."""
-
-    def __init__(self, settings: FuseSettings, pool: ThreadPoolExecutor) -> None:
-        self.settings, self.pool = settings, pool
-
-    def __call__(
-        self, module: Module, decision: Decision
-    ) -> tuple[ModuleWork, dict[str, mx.array]]:
-        first = min(module.stages)
-        same = Decision("nearest", decision.bits, mode=decision.mode)
-        decisions = {stage: decision if stage == first else same for stage in module.stages}
-        work = ModuleWork(module, decisions)
-        plain = self.settings.model_copy(update={"zero_delta": False})
-        return work, fused_tensors(work, self.pool, 1, plain)[0]
-
-
-Swap = Callable[[Module, tuple[ModuleWork, dict[str, mx.array]]], Any]
-
-
-def _swap_in(model: nn.Module) -> Swap:
-    """A context manager of a module: inside, it is fused and has no adapter."""
-    layers = dict(model.named_modules())
-    kept_names = ("weight", "scales", "biases")
-    settings = ("bits", "group_size", "mode")
-
-    @contextmanager
-    def swap(module: Module, made: tuple[ModuleWork, dict[str, mx.array]]) -> Iterator[None]:
-        layer = base = layers[module.path]
-        while "lora_a" in base:
-            base = base["embedding" if "embedding" in base else "linear"]
-        arrays = {name: base[name] for name in kept_names if name in base}
-        numbers = {name: getattr(base, name) for name in settings if hasattr(base, name)}
-        model.update_modules(tree_unflatten([(module.path, base)]))
-        try:
-            put(model, *made)
-            yield
-        finally:
-            for name, value in {**arrays, **numbers}.items():
-                setattr(base, name, value)
-            model.update_modules(tree_unflatten([(module.path, layer)]))
-
-    return swap
-
-
-def _options(
-    module: Module, model: nn.Module, reference: Reference, make: _Maker, swap: Swap
-) -> list[Option]:
-    """The module at each width; KL measured at the first and the last, and fitted to both."""
-    from scipy.optimize import nnls
-
-    found = widths(module)
-    ends = [found[0], found[-1]][: len(found)]
-    kls = []
-    for width in ends:
-        with swap(module, make(module, width.decision)):
-            kls.append(float(agree(model, reference).kl.mean(dtype="float64")))
-    # Not below zero, so that a wider one is never worse, whatever a few tokens say.
-    factors, _ = nnls(np.array([(width.lost, width.noise) for width in ends]), np.array(kls))
-    return [
-        Option(
-            width.decision,
-            tensor_bytes(module, width.decision),
-            float(factors @ (width.lost, width.noise)),
-        )
-        for width in found
-    ]
-
-
 def _search(
     tables: Mapping[str, list[Option]],
     target: float,
     measure: Callable[[Mapping[str, Option]], float],
 ) -> Allocation:
     path = list(_choices(tables))
-    sums = [(sum(o.nbytes for o in c.values()), sum(o.kl for o in c.values())) for c in path]
+    sums = [(sum(o.nbytes for o in c.values()), _together(list(c.values()))) for c in path]
     widest = len(path) - 1
     rounds: dict[int, float] = {}
     low, high = 0, widest  # the cheapest that reaches the target is among these
@@ -232,6 +143,15 @@ def _search(
         rounds[best] = measure(path[best])
     tries = tuple((*sums[place], kl) for place, kl in rounds.items())
     return Allocation(path[best], sums[best][1], rounds[best], tries, tuple(sums))
+
+
+def _together(options: Sequence[Option]) -> float:
+    """KL of modules changed together: of their terms' sum, or the sum, as if independent."""
+    terms = [option.terms for option in options if option.terms is not None]
+    if len(terms) < len(options):
+        return sum(option.kl for option in options)
+    total = np.sum(terms, axis=0)
+    return 0.5 * float(total @ total)
 
 
 def _choices(tables: Mapping[str, list[Option]]) -> Iterator[dict[str, Option]]:
@@ -278,7 +198,7 @@ def blocks(allocation: Allocation, target: float) -> tuple[Block, ...]:
     chosen_table = Table.of(
         "target-kl", f"Bits for a KL of {target:g} nats a token",
         {"bits": "count", "modules": "count", "size": "bytes", "KL": ("number", 5)}, rows,
-        caption="KL: what these modules make alone, summed; the sum takes modules for independent.",
+        caption="KL: what each of these modules makes alone, summed.",
     )  # fmt: skip
     tries = Table.of(
         "target-kl-tries", "Choices that were measured",
@@ -294,6 +214,11 @@ def blocks(allocation: Allocation, target: float) -> tuple[Block, ...]:
         x_label="MB", y_label="KL, nats a token",
         series=(
             Series(label="estimated", x=sizes, y=tuple(kl for _, kl in drawn)),
+            Series(
+                label="measured",
+                x=tuple(nbytes / 1e6 for nbytes, _, _ in measured),
+                y=tuple(kl for _, _, kl in measured),
+            ),
         ),
         references={"target": target},
         alt="KL from the unfused adapter by megabytes of the fused modules: "

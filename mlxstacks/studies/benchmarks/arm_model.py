@@ -88,21 +88,37 @@ class PromptEncoder:
         most = self._most()
         return prompt if most is None else end_of(prompt, self.encode, most + 1)
 
-    def candidate(self, text: str) -> Tokens:
-        """A continuation, tokenised by itself; behind a chat template without its leading blank:
-        an assistant's turn does not begin with one. Raises: InputError: it has no tokens.
-        """
-        if self._settings.chat == "all" and self._has_template:
-            text = text.lstrip(" ")
-        tokens = tuple(self.encode(text))
-        if not tokens:
-            raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
-        return tokens
+    def context_and_candidates(
+        self, prompt: str, texts: Sequence[str]
+    ) -> tuple[Tokens, list[Tokens]]:
+        """A prompt, and the continuations that are scored behind it.
 
-    def context(self, prompt: str) -> Tokens:
-        """The tokens that candidates follow. Raises: InputError: there are none."""
+        As lm-evaluation-harness does it: blanks at the prompt's end go to the continuations, and a
+        continuation has the tokens that prompt and continuation together have more than the prompt.
+        Behind a chat template each is tokenised by itself, without its leading blank: an
+        assistant's turn does not begin with one.
+
+        Raises: InputError: the prompt is empty, or a continuation has no tokens.
+        """
         chat = self._settings.chat == "all"
-        return self._prompt(prompt, self.rendering.before_answer() if chat else None).tokens
+        if chat and self._has_template:
+            context = self._prompt(prompt, self.rendering.before_answer()).tokens
+            continuations = [tuple(self.encode(text.lstrip(" "))) for text in texts]
+        else:
+            prompt = self.end_of(prompt)
+            before = prompt.rstrip() or prompt
+            context = self._prompt(before, None).tokens
+            blanks = prompt[len(before) :]
+            whole = [self.text(f"{before}{blanks}{text}") for text in texts]
+            # Joined, the two may have no more tokens than the prompt alone.
+            continuations = [
+                tokens[len(context) :] or tuple(self.encode(blanks + text))
+                for tokens, text in zip(whole, texts, strict=True)
+            ]
+        for text, tokens in zip(texts, continuations, strict=True):
+            if not tokens:
+                raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
+        return context, continuations
 
     def question(self, prompt: str) -> Prompt:
         """The tokens of a prompt that is answered in text. Raises: InputError: there are none."""
@@ -327,8 +343,9 @@ class ModelArm:
 
     def _pairs(self, item: BenchItem, candidates: Candidates) -> tuple[list[Pair], bool]:
         """The item's pairs, and whether its context was cut."""
-        whole = self.prompts.context(item.prompt)
-        continuations = [self.prompts.candidate(text) for text in _options(item, candidates)]
+        whole, continuations = self.prompts.context_and_candidates(
+            item.prompt, _options(item, candidates)
+        )
         try:
             context = self.prompts.before_candidates(whole, continuations)
         except InputError as error:

@@ -339,15 +339,17 @@ def _pair_tables(
         return []
     rows = [
         [*[pair["task"]][:several], _name(pair), _outcome_of(pair), pair["difference"],
-         (pair["interval"]["low"], pair["interval"]["high"]), pair["mcnemar"]["p_value"],
-         pair["p_adjusted"]]
+         (pair["interval"]["low"], pair["interval"]["high"]), pair["mcnemar"]["gained"],
+         pair["mcnemar"]["lost"], pair["mcnemar"]["p_value"], pair["p_adjusted"]]
         for pair in pairs
     ]  # fmt: skip
-    caption = f"{len(pairs)} test{'s' * (len(pairs) > 1)}; p (Holm) is adjusted for all of them."
+    caption = f"{len(pairs)} test{'s' * (len(pairs) > 1)}; p (Holm) is adjusted for all of them. "
+    caption += "fixed: items that only the first arm gets right; broken: only the second."
     if any(map(_starred, pairs)):
         caption += " *: p is below alpha, p (Holm) is not: of so many tests one may well have such "
         caption += "a p by chance."
-    columns = "pair | outcome | points: points | 95%: points | p (McNemar): p | p (Holm): p"
+    columns = "pair | outcome | points: points | 95%: points | fixed: count | broken: count"
+    columns += " | p (McNemar): p | p (Holm): p"
     return [_table(id, title, f"{'task | ' * several}{columns}", rows, caption)]
 
 

@@ -57,6 +57,7 @@ from mlxstacks.studies.confound.verdict import (
     verdict,
 )
 from mlxstacks.studies.train import run as train_run
+from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
@@ -118,6 +119,19 @@ def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:
     return (words,)
 
 
+def _not_limited(settings: ConfoundSettings) -> tuple[str, ...]:
+    """What `limit` leaves at its size."""
+    if settings.limit is None:
+        return ()
+    items = "every item" if settings.sample is None else f"up to {settings.sample:,} items"
+    note = (
+        f"limit {settings.limit} cuts the answers of the arms alone. Not mining, where base and "
+        f"persona answer {items} each (--sample N cuts it), and not training, "
+        f"{settings.train.iters} batches (--set train.iters=N)."
+    )
+    return (note,)
+
+
 class _Confound(Study):
     provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}*/*.jsonl")
     settings: ConfoundSettings
@@ -138,6 +152,7 @@ class _Confound(Study):
 
     def planned(self) -> Result:
         settings = self.settings
+        check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
@@ -145,7 +160,12 @@ class _Confound(Study):
         )  # fmt: skip
         if self.dry_run:
             table = plan_table(shown, arms_of(settings))
-            return head.model_copy(update={"power": planned_power(settings), "blocks": (table,)})
+            return head.model_copy(
+                update={
+                    "power": planned_power(settings), "blocks": (table,),
+                    "notes": _not_limited(settings),
+                }
+            )  # fmt: skip
         self.sample = stratified_sample(
             read_items(str(settings.items), settings.subjects), settings.sample, settings.seed
         )

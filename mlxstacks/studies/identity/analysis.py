@@ -29,7 +29,7 @@ from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
 Figures = dict[str, Any]
-HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it open"}
+HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it undecided"}
 PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
 
 
@@ -142,6 +142,15 @@ def limits_of(settings: IdentitySettings, n: int) -> dict[str, int]:
     }
 
 
+# What a shut gate says, by its state.
+SHUT = {
+    "base passes": "scorer invalid",
+    "lost in its fuse": "persona lost by its own fuse",
+    "no persona": "no persona",
+    "persona fails": "no persona",
+}
+
+
 def gate(
     policy: str, base: int, persona: int, unfused: int | None, limits: Mapping[str, int]
 ) -> Figures:
@@ -167,8 +176,8 @@ def gate(
     elif unfused >= least:
         state = "lost in its fuse"
         why = (
-            f"the unfused persona passes, but its own fuse by {policy} lost it (at least {least} "
-            "are needed): nothing is left to preserve"
+            f"the unfused persona passes, but of the {least} that are needed its own fuse by "
+            f"{policy} left {persona}: nothing is left to preserve"
         )
     else:
         state, why = "no persona", f"not even unfused does the persona pass {least}"
@@ -177,7 +186,7 @@ def gate(
     return {
         "policy": policy, "state": state, "base": base, "persona": persona, "unfused": unfused,
         "limits": dict(limits), "valid": state == "valid",
-        "words": f"scorer invalid {scores}: {why}. No preservation claim"
+        "words": f"{SHUT[state]} {scores}: {why}. No preservation claim"
         if why else f"scorer valid {scores}",
     }  # fmt: skip
 
@@ -329,6 +338,8 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
             f"Kept means that a loss of more than {settings.largest_loss:.0%} of the answers is "
             "excluded at 95%; exact preservation is not shown."
         )
+        if any(j["outcome"] == "not shown" for j in figures["judgements"]):
+            sentences.append("Undecided: so few prompts show neither that nor a loss.")
         sentences.append(standing.in_words())
     return " ".join(sentences)
 

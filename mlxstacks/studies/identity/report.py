@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxstacks.studies.identity.analysis import Figures
+from mlxstacks.studies.identity.analysis import SHUT, Figures
 from mlxstacks.studies.identity.plan import UNFUSED
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
@@ -11,7 +11,7 @@ from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, 
 
 # More prompts make a map that no reader takes in.
 _MOST_PROMPTS = 30
-_COUNTED = {"not shown": "left open", "no claim": "without a claim"}
+_COUNTED = {"not shown": "undecided", "no claim": "without a claim"}
 
 
 def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) -> Table:
@@ -42,7 +42,7 @@ def outcome_of(figures: Figures) -> str:
         judged = [j["outcome"] for j in figures["judgements"] if j["policy"] == policy]
         counts = [f"{judged.count(o)} {_COUNTED.get(o, o)}" for o in dict.fromkeys(judged)]
         words = ", ".join(counts) or "nothing judged"
-        parts.append(f"{policy}: {words if state == 'valid' else f'scorer invalid, {state}'}")
+        parts.append(f"{policy}: {words if state == 'valid' else SHUT[state]}")
     return "; ".join(parts)
 
 

@@ -64,6 +64,7 @@ from mlxstacks.studies.identity.suite import (
     suite_text,
 )
 from mlxstacks.studies.train import run as train_run
+from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
@@ -149,6 +150,7 @@ class _Identity(Study):
 
     def planned(self) -> Result:
         settings, persona = self.settings, user_path(str(self.settings.persona))
+        check_targets(str(settings.model), settings.train)
         # A plan for another machine takes a persona that is not here for an adapter.
         self.has_adapter = is_adapter(persona) or (self.dry_run and not persona.exists())
         self.suite_arms = suite_arms(settings, self.has_adapter)
@@ -284,7 +286,7 @@ class _Identity(Study):
         def answer(items: Sequence[Item]) -> Sequence[Answer]:
             if of == "items":
                 return load().answer(items)
-            replies = [load().reply(item.question) for item in items]
+            replies = load().replies([item.question for item in items])
             return [
                 _judged(self.prompts[item.item_id], reply)
                 for item, reply in zip(items, replies, strict=True)

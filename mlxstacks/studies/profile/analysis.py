@@ -163,7 +163,7 @@ def _overlap(
 
 def outcome(tables: Mapping[str, Any], alpha: float) -> str:
     p = tables["divergence"]["p"]
-    return f"{'routing differs' if p < alpha else 'no difference shown'}, p = {p:.2g}"
+    return f"{'routing differs' if p < alpha else 'undecided'}, p = {p:.2g}"
 
 
 def verdict(tables: Mapping[str, Any], alpha: float) -> str:
@@ -176,9 +176,10 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
     )
     if kl["p"] >= alpha:
         return (
-            f"No: no difference in routing between the {groups} groups is shown ({numbers}). An "
-            f"excess below about {kl['least_visible_excess_nats']:.2g} nats cannot be seen with so "
-            "few prompts. Which layers are on top is noise then, shared or not."
+            f"Undecided: the routing of the {groups} groups differs no more than by chance "
+            f"({numbers}), but an excess below about {kl['least_visible_excess_nats']:.2g} nats "
+            "cannot be seen with so few prompts. Which layers are on top is noise then, shared or "
+            "not."
         )
     clear = sum(row["p_adjusted"] < alpha for row in rows)
     yes = (

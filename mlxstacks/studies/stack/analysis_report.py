@@ -49,11 +49,12 @@ def left_out(data: Figures) -> list[str]:
 def domain_table(domains: Sequence[Figures]) -> Table:
     columns: Columns = {
         "domain": "text", "served": "text", "stacks": "count", "size": "bytes",
-        "validation loss": "text", "energy held": ("share", 0), "capacity used": ("share", 0),
+        "loss before": ("number", 3), "loss after": ("number", 3),
+        "energy held": ("share", 0), "capacity used": ("share", 0),
     }  # fmt: skip
     return Table.of("domains", "Domains, in the order of training", columns, [
         (domain["name"], domain["enabled"], len(domain["stacks"]), domain["bytes"],
-         " -> ".join(f"{loss:.3f}" for loss in domain["losses"]) or None,
+         *((domain["losses"][0], domain["losses"][-1]) if domain["losses"] else (None, None)),
          *((domain["protected"] or {}).get(key)
            for key in ("captured_energy_mean", "capacity_used_highest")))
         for domain in domains

@@ -293,6 +293,12 @@ def read_rows_of(
     domains = read_domains(wanted, root, tokenizer=tokenizer, stored=splits)
     for name in (name for name in wanted if name not in stored):
         notes += data_notes(name, domains[name].report)
+        held, rows = len(domains[name].validation), len(domains[name].train)
+        if held == 1 and wanted[name].validation_rows is None:
+            notes.append(
+                f"{name}: 1 row is for validation and {rows:,} to train on; validation_rows in "
+                "the domain's data sets another number."
+            )
     return {
         name: _encoded(domains[name], wanted[name], name in stored, settings, tokenizer, notes)
         for name in wanted

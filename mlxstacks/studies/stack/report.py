@@ -237,25 +237,26 @@ def domain_table(domains: Domains) -> Table:
         ended = rounds[-1].get("last")
         rows.append((
             name, domain["enabled"], len(domain["stacks"]), domain["parameters"], domain["bytes"],
-            " \u2192 ".join(f"{loss:.4f}" for loss in domain["losses"]) or None,
+            *((domain["losses"][0], domain["losses"][-1]) if domain["losses"] else (None, None)),
             protected.get("captured_energy_mean"), protected.get("capacity_used_highest"),
             None if ended == LAST_ROUND else ended,
         ))  # fmt: skip
     columns: Columns = {
         "domain": "text", "served": "text", "stacks": "count", "parameters": "count",
-        "size": "bytes", "validation loss": "text", "energy": ("share", 0),
-        "protected": ("share", 0),
-        "ended early": "text",
+        "size": "bytes", "loss before": ("number", 4), "loss after": ("number", 4),
+        "energy": ("share", 0), "protected": ("share", 0), "ended early": "text",
     }  # fmt: skip
     # of directions and early ends only where there are some
-    kept = [place for place in range(9) if place < 6 or any(row[place] is not None for row in rows)]
+    kept = [
+        place for place in range(10) if place < 7 or any(row[place] is not None for row in rows)
+    ]
     energy = "; energy: of what earlier stacks write, so much lies in the protected directions"
     return Table.of(
         "domains", "Domains, in the order of training",
         dict(list(columns.items())[place] for place in kept),
         [[row[place] for place in kept] for row in rows],
-        caption="Validation loss before the first round and after each that was kept, nats a token"
-        f"{energy if 6 in kept else ''}.",
+        caption="Validation loss before the first round and after the last that was kept, nats a "
+        f"token{energy if 7 in kept else ''}.",
     )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
     if len(refused) == len(results):
         failed_gate = f"every cell was refused by the guard: {refused[0].reason}"
     findings = dict.fromkeys(d["finding"] for d in compared if d["what"] == "last_validation_loss")
-    outcome = f"effect of rank on loss: {', '.join(findings)}"
+    words = {"not shown": "undecided"}
+    outcome = f"effect of rank on loss: {', '.join(words.get(f, f) for f in findings)}"
     cells = [result.as_json() for result in results]
     return Result(
         **ABOUT, status="done", verdict=verdict(settings, rows, compared), failed_gate=failed_gate,
@@ -449,8 +450,10 @@ def _loss_sentence(rows: Sequence[Figures], loss: Figures) -> str:
     if difference["low"] is None:
         return f"{text}, one seed, so nothing follows from it."
     interval = f"({difference['low']:+.3f} to {difference['high']:+.3f}, {difference['n']} seeds)"
-    shown = loss["finding"] == "shown"
-    return f"{text} {interval}: {'rank matters here' if shown else 'no effect of rank is shown'}."
+    if loss["finding"] == "shown":
+        return f"{text} {interval}: rank matters here."
+    room = max(-difference["low"], difference["high"])
+    return f"{text} {interval}: undecided, so few seeds leave room for a difference of {room:.3f}."
 
 
 def _fuse_sentences(settings: SweepSettings, rows: Sequence[Figures]) -> Iterator[str]:

@@ -90,6 +90,7 @@ class TrainSetup:
             "base_in_float32": self.float32_base,
             "train_data_sha256": _files_sha256(self.data["sources"]),
             "validation_data_sha256": _files_sha256(held_out) if self.validation else None,
+            "rows": {key: self.data[f"{key}_rows"] for key in ("train", "validation")},
         }
 
 
@@ -147,6 +148,13 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         train, validation, data, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
+
+
+def check_targets(model: str, settings: TrainSettings) -> None:
+    """Raises: InputError, as `choose_targets`, for a model that is here; nothing of it is read."""
+    directory = user_path(model)
+    if (directory / "config.json").is_file():
+        choose_targets(base_model.load(directory, lazy=True)[0], settings)
 
 
 def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:

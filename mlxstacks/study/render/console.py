@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlxstacks.memory import bytes_in_words
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Cell = str | int | float | bool | None
 # Of a longer table a terminal shows the first rows and the last ones, as how a training ended; the
 # page has all.
-FIRST_ROWS, LAST_ROWS = 30, 10
+FIRST_ROWS, LAST_ROWS = 12, 4
 # Narrower than this a column of text is no longer read; words up to this length are not broken.
 _LEAST_TEXT, _WHOLE_WORD = 12, 20
 # Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
@@ -32,7 +33,7 @@ def print_result(console: "Console", result: "Document") -> None:
     """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     for block in result.blocks:
         if block.block == "table" and not block.folded:
-            _print_table(console, block, result.standing.mark(block.title))
+            _print_table(console, block, result)
         elif block.block == "text":
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
@@ -50,7 +51,7 @@ def print_result(console: "Console", result: "Document") -> None:
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
-def _print_table(console: "Console", block: "ResultTable", title: str) -> None:
+def _print_table(console: "Console", block: "ResultTable", result: "Document") -> None:
     from mlxstacks.study.render.words import format_cell
 
     rows = [
@@ -60,10 +61,19 @@ def _print_table(console: "Console", block: "ResultTable", title: str) -> None:
     caption, more = block.caption, len(rows) - FIRST_ROWS - LAST_ROWS
     if more > 0:
         rows[FIRST_ROWS:-LAST_ROWS] = [["...", *[""] * (len(block.columns) - 1)]]
-        caption += f" {more:,} more rows at the dots: --json has all."
+        caption += f" {more:,} more rows at the dots: {_all_rows(result)} has all."
+    title = result.standing.mark(block.title)
     console.print(table([column.name for column in block.columns], rows, title=title))
     if caption:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
+
+
+def _all_rows(result: "Document") -> str:
+    """Where the rows are that a terminal leaves out."""
+    if result.directory and result.status == "done":
+        page = Path(result.directory) / "result.md"
+        return str(page) if page.is_file() else "--json"
+    return "--json"
 
 
 def _written(result: "Document") -> str:

@@ -53,6 +53,7 @@ _NOTEBOOK_STYLE = (
     ".mlxstacks .exploratory{font-weight:650}"
     ".mlxstacks .plots{display:flex;flex-wrap:wrap;gap:1rem}.mlxstacks figure{margin:0}"
     ".mlxstacks figure svg,.mlxstacks figure img{max-width:100%;height:auto}"
+    ".mlxstacks figure .scroll{max-height:26rem;overflow-y:auto}"
     ".mlxstacks .scroll{overflow-x:auto}.mlxstacks caption{text-align:left;font-weight:600}"
     ".mlxstacks th,.mlxstacks td{text-align:left}.mlxstacks .number{text-align:right}"
     ".mlxstacks .note,.mlxstacks .missing{opacity:.75}"
@@ -172,7 +173,7 @@ def result_html(result: Document) -> str:
     plots = [block for block in result.blocks if isinstance(block, Plot)]
     try:
         for plot in plots:
-            drawn = picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, themed=False)
+            drawn = picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, _NOTEBOOK_COLOURS)
             if len(drawn[1]) > _LARGE_PLOT_BYTES:
                 drawn = _image(png_of(plot), f"{slug}-{plot.id}", plot.alt)
             size += len(drawn[1])
@@ -273,7 +274,9 @@ _VARIABLES = {
     INK: "var(--ink)", RULE: "var(--rule)", PAPER: "var(--page)",
     **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
 }  # fmt: skip
-_COLOURS = re.compile("|".join(_VARIABLES), re.IGNORECASE)
+# Of a notebook, which is light or dark by a switch of its own: its text's colour and no paper; the
+# series stay as they are.
+_NOTEBOOK_COLOURS = {INK: "currentColor", RULE: "#8888", PAPER: "none"}
 # matplotlib writes metadata with addresses and a style for the whole document.
 _GONE = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>"
@@ -285,9 +288,9 @@ _TAG = re.compile(r"<(?!!)[^>]*>")
 _POINTS_IN_PIXELS = 4 / 3
 
 
-def picture(svg: str, name: str, alt: str, *, themed: bool = True) -> Picture:
-    """matplotlib's SVG as part of a page. name: unique in it; alt: what the picture shows. themed:
-    in the page's colours, light or dark.
+def picture(svg: str, name: str, alt: str, colours: Mapping[str, str] = _VARIABLES) -> Picture:
+    """matplotlib's SVG as part of a page. name: unique in it; alt: what the picture shows. colours:
+    matplotlib's -> the page's.
 
     Laws: colours and ids change inside tags only, never in a label; no address is left.
     Raises: InputError for a text that is no SVG of matplotlib.
@@ -298,12 +301,12 @@ def picture(svg: str, name: str, alt: str, *, themed: bool = True) -> Picture:
     if view is None or start < 0 or end < start:
         raise InputError(f"{name}: matplotlib wrote no SVG with a viewBox; another version of it?")
     body = text[text.index(">", start) + 1 : end]
+    known = re.compile("|".join(colours), re.IGNORECASE)
 
     def of_page(match: re.Match[str]) -> str:
         """A tag with the page's colours, ids that begin with `name`, links without a namespace."""
         tag = match.group()
-        if themed:
-            tag = _COLOURS.sub(lambda colour: _VARIABLES[colour.group().lower()], tag)
+        tag = known.sub(lambda colour: colours[colour.group().lower()], tag)
         tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
         return tag.replace('xlink:href="#', f'href="#{name}-')
 

@@ -18,8 +18,9 @@ from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.agreement import allocate as allocation_module
-from mlxstacks.studies.agreement.allocate import Option, _choices, _search, allocate
+from mlxstacks.studies.agreement.allocate import _choices, _search, allocate
 from mlxstacks.studies.agreement.run import load
+from mlxstacks.studies.agreement.sensitivity import Maker, Option, swap_in
 from tests.cli.conftest import Run, command
 from tests.fuse.test_in_memory import raw
 from tests.studies.agreement.test_run import rows
@@ -154,9 +155,9 @@ def test_measuring_a_module_sets_no_arrays_of_another(rows: Path) -> None:
     checkpoint = allocation_module.open_checkpoint(paths.model_path)
     modules, _ = allocation_module.gather_modules(checkpoint, settings)
     before = raw(model)
-    swap = allocation_module._swap_in(model)
+    swap = swap_in(model)
     with allocation_module.ThreadPoolExecutor(1) as pool:
-        make = allocation_module._Maker(settings, pool)
+        make = Maker(settings, pool)
         with swap(modules[0], make(modules[0], Decision("nearest", 3))):
             inside = raw(model)
     changed = {

@@ -16,7 +16,7 @@ ITEMS = (
     BenchItem("0", "Question: who is king?\nAnswer:", 0, (" Gus", " nobody", " a long answer")),
     BenchItem("1", "red blue", 1, (" green", " x"), (" A", " B"), domain="alpha"),
     BenchItem("2", "red blue", 0, (" seven apple",), domain="beta"),
-    BenchItem("3", "beta 7: " + "stone cloud " * 9, 2, (" a", " b", " c d"), domain="gamma"),
+    BenchItem("3", "beta 7:" + " stone cloud" * 9, 2, (" a", " b", " c d"), domain="gamma"),
 )
 
 

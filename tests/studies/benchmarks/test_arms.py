@@ -251,10 +251,9 @@ def test_chat_contexts_and_system_prompts(places: Places) -> None:
     chat = next(with_chat)
     item = BenchItem("c", "who", 0, (" me", " you"))
     # As the template does; an assistant's turn begins without a blank.
-    written = BenchItem("w", "Be brief.\nwho\n", 0, ("me", "you"))
-    arms = arms_of(places, ("base",))
-    arm = next(arms)
-    assert chat.score([item])[0].sums == pytest.approx(arm.score([written])[0].sums, abs=SUMS)
+    pairs, _ = chat._pairs(item, "texts")
+    assert [bytes(pair.context).decode() for pair in pairs] == ["Be brief.\nwho\n"] * 2
+    assert [bytes(pair.continuation).decode() for pair in pairs] == ["me", "you"]
 
 
 @pytest.mark.parametrize(

@@ -259,12 +259,12 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
     other = write_random_adapter(
         model, keys=["mlp.switch_mlp.down_proj"], seed=9, directory=tmp_path / "other"
     )
-    with pytest.raises(InputError, match=r"it differs in\n  hashes\.persona_adapter: was"):
+    with pytest.raises(InputError, match=r"it differs in\n  hashes\.persona adapter: has changed"):
         run(settings_for((model, other, items), target))
     rows = lines(items)
     rows[0]["answer"], rows[0]["answer_index"] = "B", 1
     changed = write_rows(tmp_path / "changed.jsonl", rows)
-    with pytest.raises(InputError, match=r"it differs in\n  items_sha256"):
+    with pytest.raises(InputError, match=r"it differs in\n  items: has changed"):
         run(settings_for((model, persona, changed), target))
     killed_after(0)
     work = work_path(target)
@@ -341,7 +341,16 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
     assert len(report.data["planned_arms"]) == 23
+    assert not any("limit" in note for note in report.notes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_what_a_limit_leaves_whole(tmp_path: Path) -> None:
+    places = (tmp_path / "model", tmp_path / "persona", tmp_path / "items")
+    report = run(settings_for(places, tmp_path / "out", limit=5, sample=40), dry_run=True)
+    (note,) = (note for note in report.notes if note.startswith("limit 5 cuts"))
+    assert "answer up to 40 items each (--sample N" in note
+    assert f"{report.settings['train']['iters']} batches" in note
 
 
 # --- parts ----------------------------------------------------------------------------------------

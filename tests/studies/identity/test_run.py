@@ -101,7 +101,7 @@ def test_the_report_holds_what_the_tables_need(done: Done) -> None:
     assert figures["missing_controls"] == {"keep": []}
     # Two of four passed by everybody: the suite tells nothing apart, and the report says so.
     assert figures["outcome"] == {"keep": "base passes"}
-    assert report.outcome == "keep: scorer invalid, base passes"
+    assert report.outcome == "keep: scorer invalid"
     assert "scorer invalid under keep" in figures["gates"]["keep"]["words"]
     assert {one["outcome"] for one in figures["judgements"]} == {"no claim"}
     assert figures["regression"]["base_zero_keep"]["fixed"] == 0
@@ -143,7 +143,7 @@ class Killed(BaseException):
 @pytest.fixture
 def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`killed_after(n)`: the n-th batch of replies or answers is the last thing that happens."""
-    answer, reply = Arm.answer, Arm.reply
+    answer, replies = Arm.answer, Arm.replies
     left = [0]
 
     def count() -> None:
@@ -155,12 +155,12 @@ def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
         count()
         return answer(self, items)
 
-    def mortal_reply(arm: Arm, prompt: str) -> str:
+    def mortal_replies(arm: Arm, prompts: Sequence[str]) -> list[str]:
         count()
-        return reply(arm, prompt)
+        return replies(arm, prompts)
 
     monkeypatch.setattr(Arm, "answer", mortal_answer)
-    monkeypatch.setattr(Arm, "reply", mortal_reply)
+    monkeypatch.setattr(Arm, "replies", mortal_replies)
     return lambda count: left.__setitem__(0, count)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mlxstacks.stats import wilson_interval
 from mlxstacks.studies.identity.analysis import (
+    SHUT,
     compare,
     credit,
     flips_note,
@@ -69,7 +70,7 @@ def test_the_gate(base: int, persona: int, unfused: int | None, state: str) -> N
     found = gate("refit", base, persona, unfused, LIMITS)
     assert (found["state"], found["valid"]) == (state, state == "valid")
     if state != "valid":
-        assert found["words"].startswith("scorer invalid under refit")
+        assert found["words"].startswith(f"{SHUT[state]} under refit")
         assert found["words"].endswith("No preservation claim")
 
 
@@ -83,14 +84,13 @@ def test_the_gate_is_scaled_by_share_and_never_more_lenient(n: int, most: int, l
 @pytest.mark.parametrize(
     ("passed", "words"),
     [
-        ({"base": 6}, "passes more than 5"),
-        ({"identity_promote": 1}, "its own fuse by promote lost it"),
+        ({"base": 6}, "Scorer invalid under promote"),
+        ({"identity_promote": 1}, "Persona lost by its own fuse under promote"),
         ({"identity_promote": 1, "identity_unfused": 2}, "not even unfused"),
     ],
 )
 def test_behind_a_shut_gate_there_is_no_claim(passed: dict[str, Any], words: str) -> None:
     found = case(**passed)
-    assert "Scorer invalid under promote" in verdict_of(found)
     assert words in verdict_of(found)
     assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
     assert "keeps the persona" not in verdict_of(found)
@@ -105,7 +105,7 @@ def test_each_policy_has_its_own_gate() -> None:
     assert {(one["policy"], one["outcome"]) for one in found["judgements"]} == {
         ("refit", "no claim"), ("promote", "kept"),
     }  # fmt: skip
-    assert "Scorer invalid under refit" in verdict_of(found)
+    assert "Persona lost by its own fuse under refit" in verdict_of(found)
     assert "Under promote, identity + factual r2 keeps the persona" in verdict_of(found)
 
 
@@ -136,6 +136,10 @@ def test_kept_lost_and_not_shown() -> None:
     assert lost["p_value"] == pytest.approx(2 / 2**10)
     # of the 18 that the reference passes, not of the suite's 20
     assert lost["loss"] == wilson_interval(10, 18).as_json()
+    words = verdict_of(found)
+    assert "identity + factual r8 leaves it undecided" in words
+    assert "Undecided: so few prompts show neither that nor a loss." in words
+    assert "Undecided" not in verdict_of(case())
     assert "exact preservation is not shown" in verdict_of(found)
 
 

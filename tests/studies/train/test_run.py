@@ -291,7 +291,7 @@ def test_a_state_of_another_recipe_is_refused_with_what_differs(
     assert "--no-resume" in message
     assert "seed" not in message
     write_rows(data / "train.jsonl", chat_rows(20, shift=1))
-    with pytest.raises(InputError, match="train_data_sha256: was"):
+    with pytest.raises(InputError, match="train data: has changed"):
         train_run.run(settings)
     assert state.read_bytes() == before
     fresh = train_run.run(other.model_copy(update={"resume": False, "iters": 2}))
@@ -305,7 +305,7 @@ def test_a_swapped_model_is_refused_on_resume_and_in_the_run(
     settings = settings_for(model, write_data(tmp_path / "data"), tmp_path / "out")
     interrupted(settings, 6, monkeypatch)
     change_between_samples(model, keep_mtime=True)
-    with pytest.raises(InputError, match="base_fingerprint: was"):
+    with pytest.raises(InputError, match="base fingerprint: has changed"):
         train_run.run(settings)
     # begun by a version that took samples: compared in its way, and what comes of it is marked
     run = work_path(tmp_path / "out") / "run.json"
