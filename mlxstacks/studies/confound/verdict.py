@@ -278,7 +278,7 @@ _EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
     )),
     SHUFFLED: ("shuffled", (
         "an adapter trained alike on shuffled answers scores",
-        "training itself moves answers so, whatever it teaches, so this is not content.",
+        "training itself moves answers so, whatever it teaches, so this may not be content.",
     )),
     SECONDS: ("second choice", (
         "the unfused persona's second choices in place of what A1 moves score",
