@@ -241,8 +241,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--hf-hub-log-args": _RESULTS,
     },
     "convert": {
-        "--quantize": "--bits N quantizes; leave it out",
-        "-q": "--bits N quantizes; leave it out",
+        "--quantize": "--bits N alone quantizes",
+        "-q": "--bits N alone quantizes",
         "--q-mode": "MLX's affine grid alone is written; `mlx_lm.convert` writes the others",
         "--quant-predicate": "--module-bits PATTERN=N gives modules their own bits",
         "--dequantize": "`mlx_lm.convert --dequantize` does that",
