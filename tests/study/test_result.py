@@ -22,6 +22,7 @@ from mlxstacks.report.write import write_report
 from mlxstacks.study.document import (
     RESULT,
     Column,
+    Environment,
     Kind,
     Plot,
     Series,
@@ -359,3 +360,14 @@ def test_a_notebook_gets_the_verdict_first_and_no_more_plots_than_it_bears(
     assert 'alt="Alt of large."' in shown
     assert "Not drawn here: large-2, third" in shown
     assert len(shown) < 400_000
+
+
+def test_a_page_says_of_which_model_it_speaks() -> None:
+    result = Result(
+        kind="x", title="X", status="done",
+        settings={"model": "cache/nano-1/model-3bit", "seed": 1},
+        environment=Environment(versions={"mlxstacks": "0.2.0"}),
+    )  # fmt: skip
+    line = "nano, the built-in model (model-3bit), seed 1, mlxstacks 0.2.0"
+    assert f"# X\n\n{line}\n" in to_markdown(result).replace("\\", "")
+    assert line in result._repr_html_()

@@ -210,6 +210,8 @@ def _points(pair: Figures, name: str) -> str:
     low, high = 100 * pair["interval"]["low"], 100 * pair["interval"]["high"]
     p, adjusted = pair["mcnemar"]["p_value"], pair["p_adjusted"]
     alone = f"; p {p:.2g} alone, {adjusted:.2g} by Holm's rule" if _starred(pair) else ""
+    if not alone and pair["label"] == EVEN and low * high > 0:
+        alone = f"; p {p:.2g} by the exact test, which decides"
     return f"{name} ({100 * pair['difference']:+.1f} points, 95% {low:+.1f} to {high:+.1f}{alone})"
 
 

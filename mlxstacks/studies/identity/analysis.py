@@ -303,7 +303,8 @@ def judge(
     loss, p = comparison["loss"], comparison["p_adjusted"]
     counts = (
         f"keeps {kept} of {kept + len(lost)}, gains {len(gained)} (loss 95% "
-        f"{100 * loss['low']:.0f} to {100 * loss['high']:.0f}%, p = {p:.2g})"
+        f"{100 * loss['low']:.0f} to {100 * loss['high']:.0f}%, p = {p:.2g} with all claims "
+        "counted)"
     )
     if p < settings.alpha and len(lost) > len(gained):
         # What of a loss the zero-delta control has too is not the second adapter's doing.

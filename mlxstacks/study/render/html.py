@@ -23,6 +23,7 @@ from mlxstacks.study.render.words import (
     clean,
     format_cell,
     listed,
+    made_of,
     nbytes,
     number,
     short,
@@ -96,6 +97,10 @@ class Section:
         if isinstance(hypothesis, str):
             return "Hypothesis", hypothesis
         return ("Question", self.result.question) if self.result.question else None
+
+    @property
+    def made_of(self) -> str:
+        return short(made_of(self.result), 120)
 
     @property
     def beginning(self) -> str:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from mlxstacks.study.document import Document, Plot, Table
-from mlxstacks.study.render.words import NO_VALUE, clean, format_cell
+from mlxstacks.study.render.words import NO_VALUE, clean, format_cell, made_of
 
 # What Markdown would read as its own.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~$&])")
@@ -17,7 +17,7 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
 
     Law: no text of the result is read as Markdown or HTML.
     """
-    parts = [f"# {_text(result.title)}"]
+    parts = [f"# {_text(result.title)}", _text(made_of(result))]
     parts += [f"**EXPLORATORY**: {_text(reason)}" for reason in result.standing.reasons]
     if result.verdict:
         parts.append(f"**Verdict.** {_text(result.verdict)}")

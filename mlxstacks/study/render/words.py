@@ -3,9 +3,10 @@
 import re
 import unicodedata
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.document import Cell, Column
+from mlxstacks.study.document import Cell, Column, Document
 
 NOT_MEASURED = "not measured"
 # Of a cell of a table: nothing to measure there, or not measured.
@@ -82,6 +83,20 @@ def percent(share: float | None, digits: int = 1) -> str | None:
 
 def nbytes(count: float | None) -> str | None:
     return None if count is None else bytes_in_words(int(count))
+
+
+def made_of(result: Document) -> str:
+    """Model, seed and version in one line; "" where none is known."""
+    model, seed = result.settings.get("model"), result.settings.get("seed")
+    version = result.environment.versions.get("mlxstacks")
+    parts = []
+    if isinstance(model, str):
+        path = PurePath(model)
+        is_nano = path.parent.name.startswith("nano-")
+        parts.append(f"nano, the built-in model ({path.name})" if is_nano else path.name)
+    parts += [f"seed {seed}"] if isinstance(seed, int) else []
+    parts += [f"mlxstacks {version}"] if version else []
+    return ", ".join(parts)
 
 
 def listed(parts: Iterable[str], most: int = 40) -> str:
