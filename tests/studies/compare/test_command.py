@@ -65,7 +65,7 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
         ({"arms": [{"name": "a"}, {"name": "A"}]}, "a name of its own"),
         ({"arms": [{"name": "a"}, {"name": "../b"}]}, "part of file names"),
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"seed": 3}}]}, "b changes seed"),
-        ({"arms": [{"name": "a"}, {"name": "b", "change": {"domains": []}}]}, "all arms share"),
+        ({"arms": [{"name": "a"}, {"name": "b", "change": {"modes": []}}]}, "all arms share"),
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"itres": 3}}]}, "arm b: itres"),
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"iters": 0}}]}, "arm b: iters"),
         ({"seeds": [1, 1]}, "give at least one, each once"),
