@@ -25,6 +25,7 @@ on the same rows. Of different orders `later_task_loss`, `ungated_earlier` and `
 be of different domains: there is none, and the matrix is compared where the same domains are on.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -93,8 +94,28 @@ class CellRecord:
 
 
 @dataclass(frozen=True)
+class StepsToLoss:
+    """How soon one arm has the validation loss of a domain that another ends with.
+
+    reached: seeds, of n, in which it does. steps: its first evaluated step there, over those seeds.
+    target_steps: the other's own first step there. ratio: target_steps by steps (2.5: that many
+    times faster), a geometric mean over seeds; None where a seed does not get there, or is there
+    before its first step.
+    """
+
+    n: int
+    reached: int
+    steps: MeanInterval | None
+    target_steps: MeanInterval
+    ratio: MeanInterval | None
+
+
+@dataclass(frozen=True)
 class ArmResult:
     """An arm against the control; the control's own has means alone.
+
+    to_control: domain -> how soon the arm has the loss that the control ends with; to_arm: how soon
+    the control has the arm's.
 
     means: of each measure over the seeds. differences: of each measure that both have. judged: the
     difference of the primary measure at the family's confidence. matrix: mean loss in each mode;
@@ -109,6 +130,8 @@ class ArmResult:
     reason: str = ""
     matrix: Matrix = field(default_factory=dict)
     matrix_differences: Matrix = field(default_factory=dict)
+    to_control: dict[str, StepsToLoss] = field(default_factory=dict)
+    to_arm: dict[str, StepsToLoss] = field(default_factory=dict)
 
 
 Pairs = Sequence[tuple[CellRecord, CellRecord]]
@@ -232,6 +255,8 @@ def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmR
             arm, means, {n: mean_interval(paired[n], confidence) for n in means if paired[n]},
             judged, *judge(settings, judged, pairs), matrix,
             _mean_matrix([_less(cell.matrix, base.matrix) for base, cell in pairs], confidence),
+            steps_to_loss(pairs, confidence),
+            steps_to_loss([(cell, base) for base, cell in pairs], confidence),
         ))  # fmt: skip
     return results
 
@@ -255,6 +280,37 @@ def _paired(pairs: Pairs, name: str) -> list[float]:
     values = [(base.values.get(name), cell.values.get(name)) for base, cell in pairs]
     differences = [high - low for low, high in values if low is not None and high is not None]
     return differences if len(differences) == len(pairs) else []
+
+
+def steps_to_loss(pairs: Pairs, confidence: float) -> dict[str, StepsToLoss]:
+    """Domain -> how soon the second cell of each pair has the lowest loss of the first.
+
+    Laws: against itself every ratio is 1; nothing depends on losses after the first step there.
+    """
+    found = {}
+    for domain in pairs[0][0].curves if pairs else ():
+        steps, targets = [], []
+        for first, second in pairs:
+            target = min(loss for _, loss in first.curves[domain])
+            targets.append(_first_step(first.curves[domain], target) or 0)
+            steps.append(_first_step(second.curves[domain], target))
+        there = [step for step in steps if step is not None]
+        ratios = [math.log(a / b) for a, b in zip(targets, steps, strict=True) if a and b]
+        found[domain] = StepsToLoss(
+            len(pairs), len(there), mean_interval(there, confidence) if there else None,
+            mean_interval(targets, confidence),
+            _exp(mean_interval(ratios, confidence)) if len(ratios) == len(pairs) else None,
+        )  # fmt: skip
+    return found
+
+
+def _first_step(curve: Sequence[tuple[int, float]], target: float) -> int | None:
+    return next((step for step, loss in curve if loss <= target), None)
+
+
+def _exp(interval: MeanInterval) -> MeanInterval:
+    low, high = (None if v is None else math.exp(v) for v in (interval.low, interval.high))
+    return MeanInterval(math.exp(interval.mean), low, high, interval.n, interval.confidence)
 
 
 def _less(own: Any, base: Any) -> Any:

@@ -48,6 +48,7 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
     assert "Budgets; equal within 1.00%: parameters, steps, rows" in text
     assert "faster - plain, paired by seed" in text
     assert "Loss with every stack on" in text
+    assert "Steps to the same validation loss" in text
     assert "undecided" in text
     assert "(one seed has no interval)" in text
     report = json.loads((work_dir / "mlxstacks-out/mine/result.json").read_text())
