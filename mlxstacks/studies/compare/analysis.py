@@ -351,13 +351,15 @@ def judge(
 
 
 def of_domains(settings: CompareSettings, result: ArmResult) -> dict[str, MeanInterval]:
-    """Domain -> difference of the primary measure, where there are several domains."""
+    """Domain -> difference of the primary measure, of the domains that it is a mean of."""
     start = f"{settings.primary.removesuffix('_earlier')} of "
     found = {
         name.removeprefix(start): interval
         for name, interval in result.differences.items()
         if name.startswith(start)
     }
+    if settings.primary == "ungated_earlier":
+        found.pop(next(reversed(result.matrix.get("ungated", {"": {}}))), None)
     return found if len(found) > 1 else {}
 
 
