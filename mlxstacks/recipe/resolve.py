@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import read_mark
+from mlxstacks.files.outputs import PLACES, read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
-# Where a run writes and how it resumes, not what comes of it.
-_OF_THE_PLACE = ("force", "save_path", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def _other_plan(name: str, resolved: Resolved) -> list[str]:
         return []
     now = resolved.settings.model_dump(mode="json")
     old, new = (
-        {key: value for key, value in settings.items() if key not in _OF_THE_PLACE}
+        {key: value for key, value in settings.items() if key not in PLACES}
         for settings in (report["settings"], now)
     )
     return what_differs(old, new)
@@ -354,9 +352,7 @@ def _report_in(name: str, resolved: Resolved) -> tuple[dict[str, Any], float]:
 def _made_by(report: Mapping[str, Any], resolved: Resolved) -> bool:
     """Whether the settings made it, but for what says where a run writes and how it resumes."""
     both = (report["settings"], resolved.settings.model_dump(mode="json"))
-    first, second = (
-        {k: v for k, v in settings.items() if k not in _OF_THE_PLACE} for settings in both
-    )
+    first, second = ({k: v for k, v in settings.items() if k not in PLACES} for settings in both)
     return bool(first == second)
 
 

@@ -23,6 +23,7 @@ from mlxstacks.errors import InputError, OtherRunError
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.outputs import (
     MARK,
+    PLACES,
     acquire_lock,
     check_claimable,
     new_mark,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
 RECIPE = "recipe.yaml"
-_NOT_OF_A_RECIPE = {"force", "save_path", "resume"}
 
 
 class RunDirectory:
@@ -183,7 +183,7 @@ def write_recipe(directory: Path, command: str, settings: "BaseModel") -> None:
     """
     import yaml
 
-    values = settings.model_dump(mode="json", exclude=_NOT_OF_A_RECIPE)
+    values = settings.model_dump(mode="json", exclude=PLACES)
     text = yaml.safe_dump({"command": command, **values}, sort_keys=False, allow_unicode=True)
     (directory / RECIPE).write_text(text, encoding="utf-8")
 

@@ -28,7 +28,7 @@ from mlxstacks.arms.set_g import mine
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
@@ -153,7 +153,7 @@ class _Confound(Study):
     def planned(self) -> Result:
         settings = self.settings
         check_targets(str(settings.model), settings.train)
-        shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
             settings=shown, data={"planned_arms": list(arms_of(settings))},

@@ -31,6 +31,8 @@ _COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u20
 
 def print_result(console: "Console", result: "Document") -> None:
     """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
+    from mlxstacks.study.render.words import capital
+
     for block in result.blocks:
         if block.block == "table" and not block.folded:
             _print_table(console, block, result)
@@ -45,7 +47,7 @@ def print_result(console: "Console", result: "Document") -> None:
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
-        console.print(f"Verdict: {result.verdict}", markup=False, style="bold")
+        console.print(f"Verdict: {capital(result.verdict)}", markup=False, style="bold")
     for name, command in result.next_steps.items():
         # In one line however narrow the terminal is, to be pasted.
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)
@@ -173,8 +175,8 @@ class Table:
         from rich.text import Text
 
         widths = [self._least_width(index) for index in range(len(self.columns))]
-        # Three blanks between columns, one at each edge.
-        if sum(widths) + 3 * len(widths) - 1 > options.max_width:
+        # Two blanks between columns where room is short, else three; one at each edge.
+        if sum(widths) + 2 * len(widths) - 1 > options.max_width:
             if self.title is not None:
                 yield Text(self.title, style="italic")
             for row in self.rows:
@@ -186,7 +188,11 @@ class Table:
             return
         full_width = sum(map(self._full_width, range(len(widths)))) + 3 * len(widths) - 1
         title = Text(self.title) if self.title is not None else None  # may hold [brackets]
-        grid = Grid(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        gap = 3 if full_width <= options.max_width else 2
+        grid = Grid(
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+            padding=(0, 1, 0, gap - 2),
+        )  # fmt: skip
         for index, column in enumerate(self.columns):
             numeric = self._is_numeric(index)
             justify: Literal["left", "right"] = "right" if numeric else "left"
@@ -201,7 +207,7 @@ class Table:
             for index, least in enumerate(widths)
             if self._full_width(index) > least and not self._is_numeric(index)
         ]
-        others = sum(widths) - sum(widths[index] for index in wide) + 3 * len(widths) - 1
+        others = sum(widths) - sum(widths[index] for index in wide) + gap * len(widths) - 1
         for row in self.rows:
             cells = [cell_text(cell) for cell in row]
             if full_width > options.max_width:
@@ -229,10 +235,10 @@ class Table:
 
 
 def _folded_at_dots(text: str, width: int) -> str:
-    """A path that is longer than the column, as of a module or a file, in lines that end with a
-    whole name.
+    """A path that is longer than the column, as of a module behind its layer or of a file, in lines
+    that end with a whole name.
     """
-    if len(text) <= width or " " in text:
+    if len(text) <= width or " " in text.lstrip("0123456789").lstrip():
         return text
     cut = max(text.rfind(mark, 0, width) for mark in "./") + 1
     if cut <= 0:

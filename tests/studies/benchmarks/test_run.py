@@ -224,13 +224,9 @@ def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         run(settings_for(data, target))
     arms = use(monkeypatch, FakeArms())
-    for change, said in (
-        ({"normalisation": "sum"}, "settings[^:]*: was"),
-        ({"items_per_task": 30}, "tasks[^:]*: was"),
-        ({"arms": ("base", "routed")}, "tasks[^:]*: was"),
-    ):
-        with pytest.raises(InputError, match=f"another plan(?s:.*){said}"):
-            run(settings_for(data, target, **change))
+    for key, value in (("normalisation", "sum"), ("items_per_task", 30), ("arms", ("base",))):
+        with pytest.raises(InputError, match=rf"other settings; it differs in\n  {key}: was"):
+            run(settings_for(data, target, **{key: value}))
     assert not arms.opened
     run(settings_for(data, target, normalisation="sum", resume=False))
     assert arms.opened == list(ARMS)
