@@ -15,7 +15,7 @@ and the states of recurrent layers. The pairs of any other model go in whole, as
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,9 +27,14 @@ from mlx.utils import tree_flatten, tree_map
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import LogitsOf, log_probabilities_at
-from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import Selection, base, routed
-from mlxstacks.routing.candidate_losses import Candidate, Weights, plan_batches
+from mlxstacks.routing.candidate_losses import (
+    Candidate,
+    Weights,
+    choose_batch_tokens,
+    plan_batches,
+)
 
 Tokens = tuple[int, ...]
 Prepare = Callable[[Sequence[Weights], tuple[int, int]], LogitsOf]
@@ -316,6 +321,25 @@ class PairScorer:
             )  # fmt: skip
             by_number |= zip(numbers, log_p, strict=True)
         return [by_number[number] for number in range(len(pairs))]
+
+
+def pair_scorer(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    batch_size: int,
+    select: Callable[[Selection], None] = lambda selection: None,
+) -> PairScorer:
+    """Of the model as it is now: a head is looked for again after modules were replaced.
+
+    config: the model's config.json. select, batch_size: as in `PairScorer`.
+    """
+    model.freeze()  # what trains is no head that could be left out
+    text = config.get("text_config") or config
+    width = text.get("hidden_size") or text.get("n_embd") or 1
+    return PairScorer(
+        model, select, find_output_head(model)[0], batch_size, choose_batch_tokens(int(width)),
+        find_cached_model(model),
+    )  # fmt: skip
 
 
 def selection_of(rows: Sequence[Weights]) -> Selection:
