@@ -143,7 +143,8 @@ def planned_report(
     columns: Columns = dict.fromkeys(("run", "kind", "outcome", "standing"), "text")
     rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
     table = Table.of("runs", "Results", columns, rows)
-    verdicts = [Text(title=r["name"], paragraphs=(r["verdict"],)) for r in runs if r["verdict"]]
+    verdicts = [Text(title=r["name"], paragraphs=(r["verdict"], *_marked(r["reasons"])))
+                for r in runs if r["verdict"]]  # fmt: skip
     return Result(
         kind="report", title=settings.title, status="planned", notes=tuple(notes),
         data={"runs": runs},
@@ -152,6 +153,10 @@ def planned_report(
         outcome=f"{len(runs)} result{'' if len(runs) == 1 else 's'}, {marks} exploratory",
         directory=str(user_path(settings.save_path or "")),
     )  # fmt: skip
+
+
+def _marked(reasons: Sequence[str]) -> list[str]:
+    return [f"EXPLORATORY: {reason}" for reason in reasons]
 
 
 def _slugs(names: Sequence[str]) -> list[str]:
