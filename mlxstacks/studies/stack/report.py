@@ -63,6 +63,7 @@ def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | Non
             "train_rows": len(plan.rows.data.train),
             "validation_rows": len(plan.rows.data.validation),
             "validation_rows_evaluated": plan.rows.evaluated,
+            "validation_ids_sha256": plan.rows.identity()["validation_ids_sha256"],
             "widths_tokens": list(plan.widths),
             "padding_percent": round(100 * plan.round_plan(1).padding_share(), 1),
             "data": plan.rows.report(),
