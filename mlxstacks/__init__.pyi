@@ -226,9 +226,9 @@ def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | 
     sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     unseen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     save_path: str | Path | None = None, routers: str | Sequence[str] = (),
-    targets: str | None = None, rows_per_group: int = 100, include_trained: bool = False,
-    gap_rows: int = 50, threshold: float = 0.01, random_control: bool = True,
-    sample_prompts: int = 2, sample_tokens: int = 48,
+    similarity: bool = False, targets: str | None = None, rows_per_group: int = 100,
+    include_trained: bool = False, gap_rows: int = 50, threshold: float = 0.01,
+    random_control: bool = True, sample_prompts: int = 2, sample_tokens: int = 48,
     template: Literal['chat', 'alpaca'] | None = None, max_tokens: int = 256, draws: int = 2000,
     seed: int = 0, resume: bool = True, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
@@ -253,10 +253,10 @@ def route_train(store_path: str | Path | None = None, *, model: str | Path | Non
     install: bool = True, extend: Literal['new', 'all'] | None = None, hidden_dims: int = 512,
     epochs: int = 8, learning_rate: float = 0.0008, weight_decay: float = 0.01,
     batch_size: int = 16, clip_norm: float = 1.0, dropout: float = 0.1, margin_weight: float = 0.05,
-    oracle_only: bool = False, discovered_weight: float = 1.0, validation_share: float = 0.1,
-    validation_groups: int = 200, max_tokens: int = 256, mid_weight: float = 0.45,
-    last_weight: float = 0.55, normalise_features: bool = False, threshold: float = 0.12,
-    chat_domain: str | None = None, chat_floor: float | None = None,
+    oracle_only: bool = False, labels_only: bool = False, discovered_weight: float = 1.0,
+    validation_share: float = 0.1, validation_groups: int = 200, max_tokens: int = 256,
+    mid_weight: float = 0.45, last_weight: float = 0.55, normalise_features: bool = False,
+    threshold: float = 0.12, chat_domain: str | None = None, chat_floor: float | None = None,
     base: Literal['auto', 'stored', 'float32'] = 'auto', seed: int = 42, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Train the network that says which domains help with a prompt."""
