@@ -95,10 +95,13 @@ def _written(result: "Document") -> str:
 
 def result_text(result: "Document", width: int = 100) -> str:
     """The same as text without colours."""
-    printed = console()
-    printed.file, printed.width = io.StringIO(), width
+    text = io.StringIO()
+    printed = _console_class()(
+        file=text, width=width, highlight=False, emoji=False, force_terminal=False,
+        force_jupyter=False,
+    )  # fmt: skip
     print_result(printed, result)
-    return printed.file.getvalue()
+    return text.getvalue()
 
 
 # --- consoles and tables --------------------------------------------------------------------------
