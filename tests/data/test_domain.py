@@ -82,6 +82,20 @@ def test_rows_to_train_on_change_nothing_that_is_held_out(
     assert sum("but wrong" in str(row) for row in mixed.train) == len(mixed.train) - len(clean)
 
 
+def test_train_takes_a_source_for_its_part(tmp_path: Path) -> None:
+    """All rows of it, as of mlx-lm's valid.jsonl."""
+    for name, first in (("clean", 0), ("noisy", 10)):
+        write(tmp_path / f"{name}.jsonl", [question(n) for n in range(first, first + 4)])
+    sources = [{"path": "clean.jsonl", "part": "validation"}, {"path": "noisy.jsonl"}]
+    for part in ("train", None):
+        settings = TrainDataSettings.model_validate(
+            {"sources": [sources[0], sources[1] | {"part": part}]}
+        )
+        data = read_train_data(settings, tmp_path)
+        assert [len(data.train), len(data.validation)] == [4, 4]
+        assert "question 0" in str(data.validation[0])
+
+
 def test_parts_that_leave_a_side_empty_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [question(n) for n in range(5)])
     for part, side in (("train", "validation"), ("validation", "training")):
