@@ -12,8 +12,8 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, mark_bare, staged_directory
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.resolve import OUT
+from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.report.find import Source, find_sources
-from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.study.document import Columns, Plot, Table, Text
 from mlxstacks.study.render.figures import write_figures
@@ -25,6 +25,7 @@ from mlxstacks.study.render.html import (
     picture,
 )
 from mlxstacks.study.render.words import clean, listed, nbytes
+from mlxstacks.study.repeat import Recipe, recipe_of
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result
 
@@ -206,7 +207,8 @@ def _draw(
 
 
 def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Picture]) -> Section:
-    recipe = recipe_of(source.result.kind, source.result.settings)
+    kind, settings = source.result.kind, source.result.settings
+    recipe = recipe_of(kind, settings) if settings and kind in COMMANDS else None
     repeat: dict[str, str] = {}
     if recipe is not None:
         repeat = _repeat(recipe, f"{RECIPES}/{slug.removeprefix('run-')}.yaml")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.files.outputs import PLACES
-from mlxstacks.recipe.table import COMMANDS
 
 _CACHE, _DIGEST = r"nano-[0-9a-f]{16}", r"(?:-[0-9a-f]{12})?"
 # How the paths of `nano.exports.nano_paths` end, wherever cache and package are.
@@ -75,14 +74,12 @@ class Recipe:
     relative: tuple[str, ...] = ()
 
 
-def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe | None:
-    """None where the result says no settings, or is no command's of ours.
+def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of settings of a command.
 
     Law: where the paths left out are those that `command` fills in, it resolves the recipe to the
     settings of the result.
     """
-    if not settings or command not in COMMANDS:
-        return None
     import yaml
 
     values = {name: value for name, value in settings.items() if name not in PLACES}
