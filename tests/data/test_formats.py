@@ -300,7 +300,7 @@ def test_mlx_lm_rows_are_read_as_mlx_lm_reads_them() -> None:
 
 def test_unknown_keys_are_refused_with_what_is_known() -> None:
     with pytest.raises(
-        InputError, match=r"no format fits the keys \['body'\]; write rows .* Known are text: text"
+        InputError, match=r"no format fits the keys \['body'\]; write rows .* Known are\n  text: text"
     ):
         row_reader("auto")({"body": "x"})
 
