@@ -171,10 +171,11 @@ COMMANDS: dict[str, Command] = {
         nano={
             "model": "model_path",
             "persona": "adapter_path",
+            "persona_data": "data_path",
             "items": "items_path",
             "suite": "suite_path",
         },
-        optional=("suite",),
+        optional=("suite", "persona_data"),
         nano_recipe="identity-nano",
         report="result.json",
     ),
