@@ -138,12 +138,15 @@ def guard(model: str | Path | None = None, *, max_seq_length: int = 2048, batch_
     """Predict the live buffers and bytes of a training run, from a model's config alone."""
 
 def identity(model: str | Path | None = None, *, persona: str | Path | None = None,
+    persona_data: str | Path | None = None, persona_train: Mapping[str, Any] = ...,
     items: str | Path | None = None, suite: str | Path | None = None,
     persona_card: Mapping[str, Any] | None = None, save_path: str | Path | None = None,
     policies: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] | Sequence[Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize']] = ('refit', 'nearest', 'promote'),
     persona_requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] = 'refit',
     target_correlation: float = 0.98, train: Mapping[str, Any] = ..., second_rank: int = 8,
-    train_share: float = 0.7, regression_items: int | None = 6000,
+    stress_rank: int | None = None, stress_iters: int | None = None, train_share: float = 0.7,
+    regression_items: int | None = 6000, narrow_items: str | None = None,
+    narrow_subjects: str | Sequence[str] = (),
     scoring: Literal['generate', 'likelihood'] = 'generate',
     normalisation: Literal['sum', 'token', 'character'] = 'sum', max_tokens: int = 128,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'off', allow_special: bool = False,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.studies.compare.analysis import (
     RULES,
@@ -100,7 +100,7 @@ class _Comparison(Study):
         notes = dict.fromkeys(note for plan in planned.values() for note in plan.notes)
         return Result(
             **ABOUT, question=settings.question, status="planned", notes=tuple(notes),
-            settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
+            settings=settings.model_dump(mode="json", exclude=PLACES),
             plan=self._plan({name: plan.data for name, plan in planned.items()}),
             data={"budgets": self.budgets}, blocks=(budget_table(settings, self.budgets),),
         )  # fmt: skip

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
@@ -146,7 +146,7 @@ class _Evaluation(Study):
 
     def planned(self) -> Result:
         settings, store = self.settings, Store.open(str(self.settings.store_path))
-        shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        shown = settings.model_dump(mode="json", exclude=PLACES)
         self.template = template_of(settings.template, store)
         head = Result(**ABOUT, status="planned", settings=shown)
         if self.dry_run:

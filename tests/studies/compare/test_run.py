@@ -170,7 +170,7 @@ def test_another_plan_is_not_gone_on_with(
     use(monkeypatch, stop)
     with pytest.raises(KeyboardInterrupt):
         run(compare_settings(places, target))
-    with pytest.raises(InputError, match="another plan") as error:
+    with pytest.raises(InputError, match="other settings") as error:
         run(compare_settings(places, target, margin=0.5, seeds=(0, 1, 2)))
     assert "margin: was 0.02, now 0.5" in str(error.value)
     assert "seeds: was [0, 1], now [0, 1, 2]" in str(error.value)
