@@ -251,7 +251,7 @@ def test_a_plan_names_what_is_read_and_written(
     ("name", "keys"),
     [
         ("confound", "model, persona, items"),
-        ("identity", "model, persona, items"),
+        ("identity", "model, persona, persona_data, items"),
         ("eval", "model, adapter_path, store_path, data"),
     ],
 )
