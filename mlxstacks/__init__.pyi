@@ -54,7 +54,8 @@ def compare(model: str | Path | None = None, other: str | Path | Sequence[str | 
     """How far do the next tokens of models differ from a reference's? KL, agreement."""
 
 def confound(model: str | Path | None = None, *, persona: str | Path | None = None,
-    items: str | Path | None = None, save_path: str | Path | None = None,
+    items: str | Path | None = None, suite: str | None = None,
+    persona_card: Mapping[str, Any] | None = None, save_path: str | Path | None = None,
     persona_requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] = 'refit',
     scoring: Literal['generate', 'likelihood'] = 'generate',
     normalisation: Literal['sum', 'token', 'character'] = 'sum', max_tokens: int = 64,
