@@ -91,7 +91,7 @@ class _Comparison(Study):
                 plan = planned[arm.name] = stack_run.run(stack, dry_run=True)
             except InputError as error:
                 raise type(error)(f"arm {arm.name}: {error}") from error
-            self.budgets[arm.name] = _budget(stack, plan.data)
+            self.budgets[arm.name] = _budget(plan.data)
         check_budgets(self.budgets, settings.equal, settings.tolerance)
         notes = dict.fromkeys(note for plan in planned.values() for note in plan.notes)
         return Result(
@@ -165,7 +165,7 @@ def concluded(
     """The result of the cells in `directory`. Raises: InputError for one that is missing."""
     cells = [_cell_name(arm, seed) for seed in settings.seeds for arm in settings.arms]
     records = [_read_record(directory / CELLS / f"{name}.json") for name in cells]
-    results = analyse(settings, records)
+    results = analyse(settings, budgets, records)
     return Result(
         **ABOUT, status="done", verdict=verdict(settings, results),
         outcome=", ".join(f"{result.arm}: {result.outcome}" for result in results[1:]),
@@ -187,13 +187,13 @@ def conclude_again(result: Result, directory: Path) -> Result:
     return concluded(settings, (result.plan or {})["budgets"], directory)
 
 
-def _budget(settings: StackRunSettings, planned: dict[str, Any]) -> dict[str, int]:
+def _budget(planned: dict[str, Any]) -> dict[str, int]:
     """What a run would spend, from the figures of its dry run."""
     domains = [d for d in planned["domains"].values() if d["status"] == "planned"]
     rounds = sum(domain["rounds_planned"] for domain in domains)
     steps = sum(domain["rounds_planned"] * domain["steps_per_round"] for domain in domains)
-    rows = steps * settings.batch_size * settings.grad_accumulation_steps
-    return {"parameters": rounds * planned["trained_parameters"], "steps": steps, "rows": rows}
+    tokens = sum(domain["rounds_planned"] * domain["tokens_per_round"] for domain in domains)
+    return {"parameters": rounds * planned["trained_parameters"], "steps": steps, "tokens": tokens}
 
 
 # --- what is kept of a cell -----------------------------------------------------------------------
