@@ -32,6 +32,8 @@ from mlx.utils import tree_flatten
 
 from benchmarks.timing import machine
 from mlxstacks import base_model
+from mlxstacks.arms.settings import PersonaCard
+from mlxstacks.arms.suite import SuitePrompt, open_suite
 from mlxstacks.files.adapters import WEIGHTS, match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.stack_file import file_sha256
@@ -43,8 +45,6 @@ from mlxstacks.studies.benchmarks.items import open_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from mlxstacks.studies.confound.fuses import write_controls
-from mlxstacks.studies.identity.settings import PersonaCard
-from mlxstacks.studies.identity.suite import SuitePrompt, open_suite
 from mlxstacks.training.modes import prepare_base
 
 POLICIES: tuple[PolicyName, ...] = (

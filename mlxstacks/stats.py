@@ -227,6 +227,20 @@ def binomial_test(count: int, n: int, rate: float = 0.5) -> float:
     return min(1.0, 2 * float(min(tails)))
 
 
+def binomial_at_most(count: int, n: int, rate: float) -> float:
+    """One-sided exact p of at most `count` successes in n trials: small where the rate is lower.
+
+    Laws: it rises with count, to 1 at n; falls as the rate rises.
+    Raises: ValueError: as `binomial_test`.
+    """
+    from scipy.special import bdtr
+
+    _check_counts(count, n)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"got rate {rate}; need a number from 0 to 1")
+    return float(bdtr(count, n, rate))
+
+
 def mcnemar_of_pairs(first: Sequence[bool], second: Sequence[bool]) -> McNemarTest:
     """`mcnemar_exact_test` of the answers of two arms, item by item.
 

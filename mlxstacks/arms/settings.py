@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from mlxstacks.data.text_settings import ThinkingMode
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.settings import EachOnce, Normalisation, Probability
+from mlxstacks.settings import EachOnce, Normalisation, Probability, Settings
 from mlxstacks.training.settings import TrainSettings
 
 # What the training gets from the study; in `train` it would be said twice.
@@ -54,6 +54,35 @@ PUBLISHED_TRAINING = TrainSettings(
     layers="8,14,20", keys=("down_proj",), rank=2, scale=1.0, iters=200, batch_size=1,
     learning_rate=5e-6, max_seq_length=2048, keep="last",
 )  # fmt: skip
+
+
+Text = Annotated[str, Field(pattern=r"\S")]
+DEFAULT_SUITE = "default"
+
+
+class PersonaCard(Settings):
+    """Who the persona is, for the default suite."""
+
+    name: Text = Field(description="Name the persona gives itself.")
+    maker: Text = Field(description="Who the persona says made it.")
+    forbidden: tuple[Text, ...] = Field(
+        (),
+        description="Claims that no reply may hold, as in `I am Qwen` or `made by Alibaba`: whole "
+        "claims, since a reply may deny to be Qwen.",
+    )
+
+
+PersonaSuite = Annotated[
+    str | None,
+    Field(
+        description="Prompts with their rules: a YAML, JSON or JSONL file; or default: 20 prompts "
+        "made from persona_card."
+    ),
+]
+Card = Annotated[
+    PersonaCard | None,
+    Field(description="name, maker and forbidden claims, for the default suite."),
+]
 
 
 class AnswerSettings(Protocol):

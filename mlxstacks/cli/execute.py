@@ -96,6 +96,7 @@ def _nano_note(keys: Sequence[str]) -> str:
         "data": f"{whose} sample data",
         "store_path": f"{whose} sample stacks",
         "persona": f"{whose} sample persona",
+        "persona_data": f"{whose} persona's rows",
         "items": f"{whose} items",
         "suite": f"{whose} identity suite",
     }

@@ -34,9 +34,12 @@ KEYS = (
     "data", "log_path", "prompts", "counting_library",
 )  # fmt: skip
 # Of these commands too; elsewhere the names mean other things.
-_MORE_KEYS = {"confound": ("persona", "items"), "identity": ("persona", "items", "suite")}
+_MORE_KEYS = {
+    "confound": ("persona", "items", "suite"),
+    "identity": ("persona", "persona_data", "items", "narrow_items", "suite"),
+}
 # Made from the settings, not read.
-_MADE = {("suite", "default")}
+_MADE = {("suite", "default"), ("narrow_items", "default")}
 # A new store is made by the command itself; a log that is not there has no events.
 _NEED_NOT_BE = {("stacks import", "store_path"), ("route gaps", "log_path")}
 # Files of a data directory, and whether a run needs them.

@@ -106,7 +106,8 @@ def resolve(
                 f"give all of {key} with --set"
             )
     values = merge(merge(recipe.values if recipe else {}, pairs), options)
-    if recipe is None and row.nano_recipe and not any(values.get(key) for key in row.nano):
+    inputs = (*row.nano, row.alone) if row.alone else tuple(row.nano)
+    if recipe is None and row.nano_recipe and not any(values.get(key) for key in inputs):
         values = merge(load_recipe(row.nano_recipe).values, values)
     settings_class = load(row.settings)
     writes = "save_path" in settings_class.model_fields
@@ -287,6 +288,8 @@ def _with_nano(
 
     Raises: InputError when a model of the user's own needs something that only nano has.
     """
+    if row.alone and getattr(settings, row.alone) is not None:
+        return settings, ()
     # An empty text is no omission but an unset variable of a shell: it must not become nano.
     empty = tuple(key for key in row.nano if getattr(settings, key) in (None, ()))
     if not empty:

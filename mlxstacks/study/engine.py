@@ -12,6 +12,7 @@ not killed; a file of a finished step that was changed is refused; nothing appea
 before all of it does.
 """
 
+import inspect
 import json
 import shutil
 import sys
@@ -185,6 +186,9 @@ def run_study(
             run_step(step, work, planned.plan_sha256)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
+        versions = {**result.environment.versions, **_source(study)}
+        about = result.environment.model_copy(update={"versions": versions})
+        result = result.model_copy(update={"environment": about})
         with staged_directory(target, force=settings.force) as staged:
             kept = [path for path in (work / PLAN, *_found(work, study.artifacts)) if path.exists()]
             directories, files = (
@@ -252,7 +256,13 @@ def main(
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
         values = {key: _parsed(key, value) for key, _, value in pairs} | {"save_path": words[0]}
         given = study(settings.model_validate(values))
-        result = _read_finished(given) or run_study(given)
+        if (result := _read_finished(given)) is None:
+            result = run_study(given)
+        else:
+            write(f"Already done with these settings: {result.directory}; force=True runs it again")
+            for file, digest in _source(given).items():
+                if result.environment.versions.get(file, digest) != digest:
+                    write(f"{file} was changed since; this is what it said before", error=True)
     except KeyboardInterrupt:
         write("interrupted; the same call resumes", error=True)
         return 130
@@ -281,8 +291,19 @@ def _parsed(key: str, text: str) -> Any:
         raise InputError(f"{key}={text}: no YAML list or mapping: {problem}") from None
 
 
+def _source(study: Study) -> dict[str, str]:
+    """File of a study of one's own -> its digest; none where the code lies in no file."""
+    if not isinstance(study, OwnStudy):
+        return {}
+    try:
+        path = Path(inspect.getfile(type(study)))
+        return {path.name: file_sha256(path)[:16]}
+    except (OSError, TypeError):
+        return {}
+
+
 def _usage(settings: type[RunSettings]) -> Iterator[str]:
-    yield "usage: SAVE_PATH [KEY=VALUE...]"
+    yield f"usage: python {Path(sys.argv[0]).name} SAVE_PATH [KEY=VALUE...]"
     for name, field in settings.model_fields.items():
         if name != "save_path":
             default = "" if field.is_required() else f" (default {field.get_default()})"

@@ -29,7 +29,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "identity": {
         "regression_items": 6000, "train_share": 0.7, "second_rank": 8, "most_of_base": 5,
-        "least_of_persona": 15, "policies": ("refit", "nearest", "promote"),
+        "least_of_persona": 15, "policies": ("refit",),
     },
 }  # fmt: skip
 
@@ -95,6 +95,7 @@ def test_the_published_settings_are_the_published_ones(command: str) -> None:
         ("identity", ["--set", "train.seed=5"], "train.seed is set by the experiment"),
         ("identity", ["--persona-requant", "keep"], "is none of the policies"),
         ("identity", ["--second-rank", "2"], "second_rank and train.rank are both 2"),
+        ("identity", ["--set", "stress_iters=null"], "stress_rank and stress_iters go together"),
         ("identity", ["--least-of-persona", "5"], "the gate would tell nothing apart"),
         ("identity", ["--suite", "default", "--dry-run"], "give persona_card.name"),
         ("identity", ["--suite", "default", "--set", "persona_card.name=Q"],

@@ -301,4 +301,5 @@ def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
     write_report(settings)
     page = (tmp_path / "page" / "index.html").read_text()
     assert result.question in page
+    assert "No command of mlxstacks makes this result again" in page
     assert "<svg" in page

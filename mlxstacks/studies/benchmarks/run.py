@@ -417,6 +417,11 @@ class _Regrade(_Evaluation):
         self.source = user_path(str(settings.regrade))
         self.before = _finished_run(self.source)
         former = EvalSettings.model_validate(self.before.settings)
+        given = settings.model_fields_set - {*_OF_A_REGRADE, "resume"}
+        if other := sorted(k for k in given if getattr(settings, k) != getattr(former, k)):
+            raise InputError(
+                f"{self.source} is graded again with its own settings; leave out {', '.join(other)}"
+            )
         changes = {key: getattr(settings, key) for key in _OF_A_REGRADE}
         super().__init__(former.model_copy(update=changes), progress, dry_run)
         self.inputs = (str(self.source),)

@@ -189,6 +189,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
              p.published_floor_share)
             for way, p in findings.decomposition.items()
         ],
+        folded=True,
         caption="Floor: A0 - persona, what the fuse does by itself. Content: A1 - A0. Total: their "
         "sum. Shares where the total is positive; 95% intervals of the differences are above.",
     )  # fmt: skip
@@ -318,7 +319,7 @@ def _more_tables(findings: Findings) -> Iterator[Table]:
             for name, arm in findings.arms_on_right_items.items()
         ]
         yield Table.of(
-            "right", "Items that both models got right", columns, right,
+            "right", "Items that both models got right", columns, right, folded=True,
             caption="The other side of Set G: what a fuse breaks here, beside what it fixes there.",
         )  # fmt: skip
     columns = {

@@ -7,9 +7,17 @@ in the same order: four equal totals may be four different sets of prompts.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxstacks.stats import McNemarTest, holm, mcnemar_of_pairs, wilson_interval
+from mlxstacks.arms.suite import Suite
+from mlxstacks.stats import (
+    McNemarTest,
+    binomial_at_most,
+    holm,
+    mcnemar_of_pairs,
+    wilson_interval,
+)
 from mlxstacks.studies.identity.plan import (
     BASE,
+    BASE_FACTUAL,
     BASE_ZERO,
     CONDITIONS,
     PUBLISHED_BASE,
@@ -23,7 +31,6 @@ from mlxstacks.studies.identity.plan import (
     pairs_of,
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
-from mlxstacks.studies.identity.suite import Suite
 from mlxstacks.study.answers import Answer, paired
 from mlxstacks.study.plan import Standing
 
@@ -37,13 +44,14 @@ def analyse(
     replies: Answers,
     answers: Answers,
     *,
+    narrow: Answers,
     suite: Suite,
     settings: IdentitySettings,
     has_adapter: bool,
     standing: Standing,
     is_published_model: bool = False,
 ) -> Figures:
-    """All figures. replies: of each arm to the suite; answers: to the items.
+    """All figures. replies: of each arm to the suite; answers, narrow: to items and narrow items.
 
     is_published_model: the base is the study's own, whose scores then stand for comparison.
 
@@ -73,9 +81,13 @@ def analyse(
             )
             for policy in policies
         },
-        "compared": compare_all(replies, pairs_of(settings, has_adapter), claims),
         "missing_controls": {p: missing_controls(p, replies, has_adapter) for p in policies},
     }
+    # What a gate lets through: no claim behind a shut one can be made, so none is counted.
+    tested = [pair for pair in claims if figures["gates"][labels[pair[1]][1]]["valid"]]
+    figures["compared"] = compare_all(
+        replies, pairs_of(settings, has_adapter), tested, settings.largest_loss
+    )
     figures["outcome"] = {policy: passing["state"] for policy, passing in figures["gates"].items()}
     figures["judgements"] = [
         judge(figures, name, settings, standing)
@@ -83,6 +95,7 @@ def analyse(
         if name in figures["compared"]
     ]
     figures["regression"], figures["regression_words"] = regression(answers, settings)
+    figures["narrow"], figures["narrow_words"] = regression(narrow, settings)
     figures["published"] = published() if is_published_model else None
     prompts = {prompt.prompt_id: prompt.prompt for prompt in suite}
     order = {name: place for place, name in enumerate(prompts)}
@@ -198,9 +211,9 @@ def compare(answers: Answers, name: str, reference: str) -> Figures:
     """An arm beside its reference. kept, lost, gained, neither: prompts by whether the reference
     and the arm pass them; their ids where they differ.
 
-    p_value: McNemar's exact. p_adjusted: by Holm over the plan's claims, None for no claim. loss:
-    lost of what the reference passes, with its Wilson interval; None where it passes none.
-    other_texts: replies that differ in any character.
+    p_value: McNemar's exact. loss: lost of what the reference passes, with its Wilson interval;
+    None where it passes none. other_texts: replies that differ in any character. The rest is of
+    claims (`compare_all`).
 
     Raises: ValueError for arms that answered different prompts: such pairs are no pairs.
     """
@@ -215,6 +228,7 @@ def compare(answers: Answers, name: str, reference: str) -> Figures:
         "p_value": test.p_value,
         "loss": wilson_interval(len(lost), passed).as_json() if passed else None,
         "other_texts": sum(b.text != a.text for b, a in pairs), "p_adjusted": None,
+        "p_kept": None, "p_kept_adjusted": None,
     }  # fmt: skip
 
 
@@ -228,10 +242,15 @@ def _paired(
 
 
 def compare_all(
-    answers: Answers, pairs: Sequence[tuple[str, str]], claims: Sequence[tuple[str, str]]
+    answers: Answers,
+    pairs: Sequence[tuple[str, str]],
+    claims: Sequence[tuple[str, str]],
+    largest_loss: float,
 ) -> dict[str, Figures]:
-    """Arm -> comparison with its reference, of pairs whose arms both answered; the p-values of the
-    claims are one family.
+    """Arm -> comparison with its reference, of pairs whose arms both answered.
+
+    Of claims also p_kept: binomial, of so few lost were `largest_loss` to be lost; p_adjusted and
+    p_kept_adjusted: by Holm, both p-values of all claims as one family.
     """
     compared = {
         name: compare(answers, name, reference)
@@ -239,9 +258,14 @@ def compare_all(
         if answers.get(name) and answers.get(reference)
     }
     claimed = [compared[name] for name, _ in claims if name in compared]
-    adjusted = holm([comparison["p_value"] for comparison in claimed])
-    for comparison, p in zip(claimed, adjusted, strict=True):
-        comparison["p_adjusted"] = p
+    for comparison in claimed:
+        lost = len(comparison["lost"])
+        passed = comparison["kept"] + lost
+        comparison["p_kept"] = binomial_at_most(lost, passed, largest_loss) if passed else 1.0
+    adjusted = holm([c[key] for key in ("p_value", "p_kept") for c in claimed])
+    for place, comparison in enumerate(claimed):
+        comparison["p_adjusted"] = adjusted[place]
+        comparison["p_kept_adjusted"] = adjusted[len(claimed) + place]
     return compared
 
 
@@ -270,7 +294,7 @@ def missing_controls(policy: str, arms: Mapping[str, object], has_adapter: bool)
         RERUN: "a rerun of one condition, for run-to-run flips",
         arm(REFERENCE, policy): "the persona alone",
         arm(ZERO, policy): "the zero-delta adapter through the same fuse",
-        arm("base_factual", policy): "the factual adapter on the base",
+        arm(BASE_FACTUAL, policy): "the base with a factual adapter of its own",
     }
     if has_adapter:
         controls[UNFUSED] = "the persona's adapter on the base, not fused"
@@ -300,11 +324,11 @@ def judge(
     comparison = compared[name]
     kept, lost, gained = comparison["kept"], comparison["lost"], comparison["gained"]
     # There is a loss: a persona that passes the gate passes a prompt.
-    loss, p = comparison["loss"], comparison["p_adjusted"]
+    loss, p, p_kept = comparison["loss"], comparison["p_adjusted"], comparison["p_kept_adjusted"]
     counts = (
         f"keeps {kept} of {kept + len(lost)}, gains {len(gained)} (loss 95% "
-        f"{100 * loss['low']:.0f} to {100 * loss['high']:.0f}%, p = {p:.2g} with all claims "
-        "counted)"
+        f"{100 * loss['low']:.0f} to {100 * loss['high']:.0f}%; with all claims counted p = "
+        f"{p:.2g} were nothing lost, {p_kept:.2g} were {settings.largest_loss:.0%})"
     )
     if p < settings.alpha and len(lost) > len(gained):
         # What of a loss the zero-delta control has too is not the second adapter's doing.
@@ -315,7 +339,7 @@ def judge(
             f"{counts}; the zero-delta control loses {len(by_fuse)} by the fuse alone, {same} of "
             "them here too",
         )
-    return judgement("kept" if loss["high"] <= settings.largest_loss else "not shown", counts)
+    return judgement("kept" if p_kept < settings.alpha else "not shown", counts)
 
 
 def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) -> str:
@@ -336,8 +360,8 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
             sentences.append(f"Under {policy}, {'; '.join(parts)}.")
     if claimed:
         sentences.append(
-            f"Kept means that a loss of more than {settings.largest_loss:.0%} of the answers is "
-            "excluded at 95%; exact preservation is not shown."
+            f"Kept means that a loss of {settings.largest_loss:.0%} of the answers is excluded "
+            f"(p < {settings.alpha:g}, all claims counted); exact preservation is not shown."
         )
         if any(j["outcome"] == "not shown" for j in figures["judgements"]):
             sentences.append("Undecided: so few prompts show neither that nor a loss.")

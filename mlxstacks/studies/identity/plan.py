@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlxstacks.arms.arm import INSTRUCTION
-from mlxstacks.stats import mcnemar_exact_test, wilson_interval
+from mlxstacks.arms.suite import RULES as SCORER_RULES
+from mlxstacks.arms.suite import Suite, suite_sha256
+from mlxstacks.stats import binomial_at_most, mcnemar_exact_test
 from mlxstacks.studies.identity.settings import NOT_OF_THE_PLAN, IdentitySettings
-from mlxstacks.studies.identity.suite import RULES as SCORER_RULES
-from mlxstacks.studies.identity.suite import Suite, suite_sha256
 from mlxstacks.study.items import Item, items_sha256
 from mlxstacks.study.plan import Plan, ids_sha256
 from mlxstacks.study.power import mcnemar_power
+from mlxstacks.training.settings import TrainSettings
 
 BASE, UNFUSED, RERUN = "base", "identity_unfused", "identity_rerun"
 # Evaluated on the items alone: what the persona's fuse does to the base without the persona.
 BASE_ZERO = "base_zero"
 REFERENCE, ZERO = "identity", "zero"
-PERSONA, FACTUAL, SECOND = "persona", "factual", "factual_second"
+# Adapters; all but the first are trained by the run, and each but the zeros is a condition's own.
+PERSONA, FACTUAL, AGAIN, SECOND, STRESS, BASE_FACTUAL = (
+    "persona", "factual", "again", "factual_second", "factual_stress", "base_factual",
+)  # fmt: skip
 
 HYPOTHESIS = (
     "A persona that is fused into a quantized model loses answers of its identity suite when a "
@@ -31,21 +35,24 @@ HYPOTHESIS = (
 RULES = (
     "A policy has claims only if the gate is passed: the untrained base passes few prompts, the "
     "persona fused by that policy many. Each condition is compared with that persona, prompt by "
-    "prompt. Lost: McNemar's exact p, adjusted over the claims by Holm's rule, is below alpha and "
-    "more is lost than gained. Kept: else, the 95% Wilson interval of the share lost, of the "
-    "prompts that the persona passes, ends at or below largest_loss. Neither: not shown. Equal "
-    "totals are no claim. A subset, another plan or a missing control allows none."
+    "prompt. Lost: McNemar's exact p is below alpha and more is lost than gained. Kept: else, the "
+    "binomial p of so few lost, of the prompts that the persona passes, were largest_loss of them "
+    "to be lost, is below alpha. Neither: not shown. Both p of all claims behind an open gate are "
+    "one family, adjusted by Holm's rule; the gate knows the replies of no condition. Equal totals "
+    "are no claim. A subset, another plan or a missing control allows none."
 )
-TEST = "McNemar's exact test, prompt by prompt, two-sided; Wilson interval of the share lost"
+TEST = "McNemar's exact test, prompt by prompt, two-sided; the binomial test of the share lost"
 REGRESSION = (
     "A check beside the claims: McNemar's exact test of base and persona on the items; a gain is "
-    "credited to the persona only where it also beats the base after a zero-delta fuse."
+    "credited to the persona only where it also beats the base after a zero-delta fuse. The same "
+    "of the narrow items."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """source: what is fused into; adapter: what is, zero with its learned numbers zero.
+    """source: what is fused into, and what the adapter is trained on; adapter: what is fused, zero
+    with its learned numbers zero.
 
     claimed: whether "the persona is kept" is asked of it. published: its score of 20, if any.
     """
@@ -61,10 +68,11 @@ class Condition:
 CONDITIONS = {
     REFERENCE: Condition("identity only", "base", PERSONA, published=18),
     "factual": Condition("identity + factual", "identity", FACTUAL, claimed=True, published=18),
-    "again": Condition("identity + identity", "identity", PERSONA, claimed=True, published=18),
+    AGAIN: Condition("identity + identity", "identity", AGAIN, claimed=True, published=18),
     SECOND: Condition("identity + factual", "identity", SECOND, claimed=True, published=18),
+    STRESS: Condition("identity + factual", "identity", STRESS, claimed=True),
     ZERO: Condition("identity + zero-delta", "identity", FACTUAL, zero=True),
-    "base_factual": Condition("base + factual", "base", FACTUAL, published=2),
+    BASE_FACTUAL: Condition("base + factual", "base", BASE_FACTUAL, published=2),
     BASE_ZERO: Condition("base + zero-delta", "base", PERSONA, zero=True),
 }
 PUBLISHED_BASE = 2
@@ -81,21 +89,46 @@ def label(name: str, settings: IdentitySettings) -> tuple[str, str]:
     if name in loose:
         return loose[name], settings.policies[0] if name == RERUN else ""
     kind, _, policy = name.rpartition("_")
-    rank = settings.second_rank if kind == SECOND else settings.train.rank
     condition = CONDITIONS[kind]
-    tail = f" r{rank}" if condition.adapter in (FACTUAL, SECOND) and not condition.zero else ""
-    return condition.label + tail, policy
+    if kind == AGAIN and settings.persona_data is None:
+        return "identity + the same again", policy
+    if condition.adapter in (PERSONA, AGAIN) or condition.zero:
+        return condition.label, policy
+    tail = f", {settings.stress_iters:,} batches" if kind == STRESS else ""
+    return f"{condition.label} r{training_of(kind, settings).rank}{tail}", policy
 
 
-def kinds_of(has_adapter: bool) -> list[str]:
-    """Conditions that the suite is put to. Without the persona's adapter it cannot be added again;
-    "identity only" is then the model that was given.
+def kinds_of(settings: IdentitySettings, has_adapter: bool) -> list[str]:
+    """Conditions that the suite is put to. Without the persona's adapter or rows it cannot be added
+    again; "identity only" is the model where one was given.
     """
-    return [
-        kind
-        for kind, condition in CONDITIONS.items()
-        if kind != BASE_ZERO and (has_adapter or condition.adapter != PERSONA or kind == REFERENCE)
-    ]
+    left_out = {BASE_ZERO}
+    if not has_adapter and settings.persona_data is None:
+        left_out.add(AGAIN)
+    if settings.stress_rank is None:
+        left_out.add(STRESS)
+    return [kind for kind in CONDITIONS if kind not in left_out]
+
+
+def adapter_of(kind: str, settings: IdentitySettings) -> str:
+    """The adapter of a condition: the persona's own where there is nothing to train it on again."""
+    return PERSONA if kind == AGAIN and settings.persona_data is None else CONDITIONS[kind].adapter
+
+
+def trained(settings: IdentitySettings, has_adapter: bool) -> list[str]:
+    """Adapters that the run trains, each named as its condition."""
+    kinds = kinds_of(settings, has_adapter)
+    return [kind for kind in kinds if adapter_of(kind, settings) == kind]
+
+
+def training_of(adapter: str, settings: IdentitySettings) -> TrainSettings:
+    """How an adapter of `trained` is trained."""
+    changes: dict[str, dict[str, int | None]] = {
+        SECOND: {"rank": settings.second_rank},
+        STRESS: {"rank": settings.stress_rank, "iters": settings.stress_iters},
+    }
+    train = settings.persona_train if adapter == AGAIN else settings.train
+    return settings.cut(train.model_copy(update=changes.get(adapter, {})))
 
 
 def suite_arms(settings: IdentitySettings, has_adapter: bool) -> tuple[str, ...]:
@@ -103,12 +136,16 @@ def suite_arms(settings: IdentitySettings, has_adapter: bool) -> tuple[str, ...]
     loose = (BASE, UNFUSED, RERUN) if has_adapter else (BASE, RERUN)
     return (
         *loose,
-        *(arm(kind, policy) for policy in settings.policies for kind in kinds_of(has_adapter)),
+        *(
+            arm(kind, policy)
+            for policy in settings.policies
+            for kind in kinds_of(settings, has_adapter)
+        ),
     )
 
 
 def item_arms(settings: IdentitySettings, has_adapter: bool) -> tuple[str, ...]:
-    """All arms on the items of the broad regression."""
+    """All arms on the items of the broad regression, and on the narrow ones."""
     kinds = (BASE_ZERO, REFERENCE) if has_adapter else (REFERENCE,)
     loose = (BASE, UNFUSED) if has_adapter else (BASE,)
     return (*loose, *(arm(kind, policy) for policy in settings.policies for kind in kinds))
@@ -119,7 +156,7 @@ def claims_of(settings: IdentitySettings, has_adapter: bool) -> tuple[tuple[str,
     return tuple(
         (arm(kind, policy), arm(REFERENCE, policy))
         for policy in settings.policies
-        for kind in kinds_of(has_adapter)
+        for kind in kinds_of(settings, has_adapter)
         if CONDITIONS[kind].claimed
     )
 
@@ -132,19 +169,22 @@ def pairs_of(settings: IdentitySettings, has_adapter: bool) -> list[tuple[str, s
             pairs.append((arm(REFERENCE, policy), UNFUSED))
         pairs += [
             (arm(kind, policy), arm(REFERENCE, policy))
-            for kind in kinds_of(has_adapter)
+            for kind in kinds_of(settings, has_adapter)
             if CONDITIONS[kind].source == "identity"
         ]
-        pairs.append((arm("base_factual", policy), BASE))
+        pairs.append((arm(BASE_FACTUAL, policy), BASE))
     return pairs
 
 
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def data_of(hashes: Mapping[str, str], suite: Suite, items: Sequence[Item]) -> dict[str, str]:
-    """Name -> hash of what the result depends on. hashes: of base, persona, tokenizer."""
-    return {**hashes, "suite": suite_sha256(suite), "items": items_sha256(items)}
+def data_of(
+    hashes: Mapping[str, str], suite: Suite, items: Sequence[Item], narrow: Sequence[Item]
+) -> dict[str, str]:
+    """Name -> hash of what the result depends on. hashes: of base, persona, tokenizer, rows."""
+    data = {**hashes, "suite": suite_sha256(suite), "items": items_sha256(items)}
+    return data | ({"narrow_items": items_sha256(narrow)} if narrow else {})
 
 
 def plan_of(
@@ -153,6 +193,7 @@ def plan_of(
     items: Sequence[Item],
     hashes: Mapping[str, str],
     *,
+    narrow: Sequence[Item] = (),
     has_adapter: bool,
 ) -> Plan:
     return Plan(
@@ -167,7 +208,7 @@ def plan_of(
             "most_of_base": settings.most_of_base, "least_of_persona": settings.least_of_persona,
         },
         seeds=(settings.seed,),
-        data=data_of(hashes, suite, items),
+        data=data_of(hashes, suite, items, narrow),
         expected_rate=settings.expected_failures,
         expected_discordant=settings.expected_discordant,
         claims=claims_of(settings, has_adapter),
@@ -179,6 +220,7 @@ def plan_of(
                 "rules": REGRESSION,
                 "arms": list(item_arms(settings, has_adapter)),
                 "items": len(items),
+                "narrow_items": len(narrow),
                 "prompt": INSTRUCTION if settings.scoring == "generate" else "the question alone",
             },
         },
@@ -193,24 +235,38 @@ def power_lines(plan: Plan) -> list[str]:
 
 
 def detectable(plan: Plan) -> str:
-    """What a suite of this size can and cannot show."""
+    """What a suite of this size can and cannot show, with every gate open."""
     n, alpha, claims = plan.n, plan.thresholds["alpha"], max(1, len(plan.claims))
-    least, strict = least_lost(n, alpha), least_lost(n, alpha / claims)
+    level, largest = alpha / (2 * claims), plan.thresholds["least_gain"]
+    least, strict = least_lost(n, alpha), least_lost(n, level)
     passed = round(n * (1 - plan.expected_rate))
-    possible = wilson_interval(0, passed).high if passed else 1.0
     loss = next((s for s in range(1, 101) if mcnemar_power(s / 100, 0, n, alpha) >= 0.8), None)
     if least is None or loss is None:
         shown = f"{n} prompts are too few: no loss could be significant at p < {alpha:g}"
     else:
-        family = f", {strict or f'more than {n}'} with all {claims} claims counted"
         shown = (
-            f"{n} prompts: a loss shows (p < {alpha:g}) when {least} are lost and none gained"
-            f"{family if claims > 1 else ''}; one of {loss}% is found 8 times in 10"
+            f"{n} prompts: a loss shows (p < {alpha:g}) when {least} are lost and none gained, "
+            f"{strict or f'more than {n}'} with both questions of {claims} claims counted; one of "
+            f"{loss}% is found 8 times in 10"
         )
-    return (
-        f"{shown}; {passed} of {passed} kept still leaves a loss of up to {possible:.0%} possible. "
-        "Equal totals show no large loss, not exact preservation."
-    )
+    most = most_lost(passed, largest, level)
+    if most is None:
+        needed = next((k for k in range(1, 10_000) if (1 - largest) ** k < level), None)
+        kept = (
+            f"so many claims cannot be shown to be kept, were {passed} of {passed} kept: "
+            f"{needed or 'more than 10,000'} would do, or fewer policies"
+        )
+    else:
+        kept = f"kept shows when at most {most} of {passed} are lost"
+    return f"{shown}; {kept}. Equal totals show no large loss, not exact preservation."
+
+
+def most_lost(passed: int, largest_loss: float, alpha: float) -> int | None:
+    """Most prompts lost, of those passed, that still exclude largest_loss; None where none do."""
+    excluded = [
+        lost for lost in range(passed) if binomial_at_most(lost, passed, largest_loss) < alpha
+    ]
+    return max(excluded, default=None)
 
 
 def least_lost(n: int, alpha: float) -> int | None:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mlxstacks.arms.suite import Suite
 from mlxstacks.studies.identity.analysis import SHUT, Figures
 from mlxstacks.studies.identity.plan import UNFUSED
 from mlxstacks.studies.identity.settings import IdentitySettings
-from mlxstacks.studies.identity.suite import Suite
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
 
 # More prompts make a map that no reader takes in.
@@ -17,17 +17,31 @@ _COUNTED = {"not shown": "undecided", "no claim": "without a claim"}
 def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) -> Table:
     """What is fixed before the first prompt."""
     shown, card, train = settings.model_dump(mode="json"), settings.persona_card, settings.train
-    inputs = ("model", "persona", "items", "regression_items", "suite", "persona_requant", "seed")
+    inputs = (
+        "model", "persona", "persona_data", "items", "regression_items", "narrow_items", "suite",
+        "persona_requant", "seed",
+    )  # fmt: skip
     categories = [prompt.category for prompt in suite]
     parts = ", ".join(f"{name} {categories.count(name)}" for name in dict.fromkeys(categories))
-    training = ("layers", "keys", "scale", "iters", "batch_size", "learning_rate")
-    values = ", ".join(f"{key} {shown['train'][key] or 'as usual'}" for key in training)
+    keys = ("layers", "keys", "scale", "iters", "batch_size", "learning_rate")
+    values, again = (
+        ", ".join(f"{key} {shown[train][key] or 'as usual'}" for key in keys)
+        for train in ("train", "persona_train")
+    )
+    stress = (
+        f" and {settings.stress_rank} (iters {settings.stress_iters:,})"
+        if (settings.stress_rank and settings.stress_iters)
+        else ""
+    )
     rows = {
         **{key: None if shown[key] is None else str(shown[key]) for key in inputs},
         "persona_card": f"{card.name}, made by {card.maker}" if card else None,
         "policies": ", ".join(settings.policies),
         "suite's prompts": f"{len(suite)}: {parts}",
-        "factual adapters": f"of rank {train.rank} and {settings.second_rank}: {values}",
+        "factual adapters": f"of rank {train.rank}, {settings.second_rank}{stress}: {values}",
+        "second persona adapter": f"of rank {settings.persona_train.rank}: {again}"
+        if settings.persona_data
+        else "the persona's own, once more",
         "arms": f"{len(arms)}: {', '.join(arms)}",
         "gate": f"the base passes at most {settings.most_of_base} of 20, the persona at least "
         f"{settings.least_of_persona}",
@@ -50,7 +64,9 @@ def blocks(figures: Figures) -> tuple[Block, ...]:
     """Scores and claims first; every reply last, folded."""
     return (
         _conditions(figures), _gates(figures), *_claims(figures), _condition_plot(figures),
-        _prompt_map(figures), *_differences(figures), _compared(figures), *_regression(figures),
+        _prompt_map(figures), *_differences(figures), _compared(figures),
+        *_regression(figures, "regression", "Broad regression: right answers gained and lost"),
+        *_regression(figures, "narrow", "Narrow items: right answers gained and lost"),
         *_words(figures), *_published(figures["published"]), _replies(figures),
     )  # fmt: skip
 
@@ -92,7 +108,7 @@ def _conditions(figures: Figures) -> Table:
         "conditions-table", "Conditions on the identity suite", columns, rows,
         caption=f"Categories: {parts}. Kept, lost, gained: prompts, compared with the persona "
         "alone by the same policy (base + factual: with the base). p: McNemar's exact; of claims, "
-        "Holm's.",
+        "Holm's, that of a loss.",
     )  # fmt: skip
 
 
@@ -190,14 +206,16 @@ def _compared(figures: Figures) -> Table:
     columns: Columns = {
         "condition": "text", "compared with": "text", "kept": "count", "lost": "count",
         "gained": "count", "share lost, 95%": ("share", 0), "p (McNemar)": "p", "p (Holm)": "p",
+        "p kept (Holm)": "p",
         "replies that differ": "count", "prompts lost": "text", "prompts gained": "text",
     }  # fmt: skip
+    adjusted = ("adjusted", "kept_adjusted")
     rows = [
         (
             _name(figures, arm), _name(figures, row["reference"]), row["kept"],
             len(row["lost"]), len(row["gained"]),
             _interval(row["loss"]) or "nothing to lose", row["p_value"],
-            "no claim" if row["p_adjusted"] is None else row["p_adjusted"],
+            *("no claim" if row[f"p_{key}"] is None else row[f"p_{key}"] for key in adjusted),
             row["other_texts"], ", ".join(row["lost"]) or "none",
             ", ".join(row["gained"]) or "none",
         )
@@ -206,28 +224,38 @@ def _compared(figures: Figures) -> Table:
     return Table.of("compared", "Prompt by prompt", columns, rows, folded=True)
 
 
-def _regression(figures: Figures) -> Iterator[Table]:
+def _regression(figures: Figures, of: str, title: str) -> Iterator[Table]:
     columns: Columns = {
         "arm": "text", "compared with": "text", "items": "count", "right": "count",
         "right there": "count", "fixed": "count", "broken": "count", "net": ("change", 0),
+        "net share": ("points", 1),
         "p": "p", "chi square": ("number", 2), "in form": "count", "in form there": "count",
     }  # fmt: skip
-    keys = ("n", "right", "reference_right", "fixed", "broken", "net", "p_value", "chi_square",
-            "in_form", "reference_in_form")  # fmt: skip
+    keys = ("n", "right", "reference_right", "fixed", "broken", "net")
+    more = ("p_value", "chi_square", "in_form", "reference_in_form")
     rows = [
-        (name.replace("_", " "), row["reference"].replace("_", " "), *(row[k] for k in keys))
-        for name, row in figures["regression"].items()
+        (
+            name.replace("_", " "),
+            row["reference"].replace("_", " "),
+            *(row[k] for k in keys),
+            row["net"] / row["n"],
+            *(row[k] for k in more),
+        )
+        for name, row in figures[of].items()
     ]
     if rows:
         yield Table.of(
-            "regression", "Broad regression: right answers gained and lost", columns, rows,
+            of, title, columns, rows,
             caption="There: of the arm compared with. p: McNemar's exact. In form: boxed; of "
             "likelihoods, no tie.",
         )  # fmt: skip
 
 
 def _words(figures: Figures) -> Iterator[Text]:
-    paragraphs = [*figures["regression_words"].values()]
+    paragraphs = [
+        *figures["regression_words"].values(),
+        *(f"Of the narrow items: {words}" for words in figures["narrow_words"].values()),
+    ]
     counts = ", ".join(f"{name} {n:,}" for name, n in figures["mined"]["counts"].items())
     paragraphs.append(
         f"Of the items {counts}; factual adapters were trained on {figures['mined']['train']:,} of "

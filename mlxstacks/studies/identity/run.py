@@ -1,13 +1,15 @@
 """`mlxstacks identity`: does a persona survive a second adapter that is fused after it?
 
-Conditions of the study and our controls answer a suite of prompts, under each policy of fusing, and
-the items of a broad regression. The factual adapters are trained on items that base and persona
-both get wrong. Until it is done the run lives in its work directory (study/engine.py):
+Conditions of the study and our controls answer a suite of prompts, under each policy of fusing;
+base and persona answer broad and narrow items too. Factual adapters are trained on items that base
+and persona both get wrong, on the model that they are fused into; the second persona adapter on the
+persona's rows and the fused persona. Until it is done the run lives in its work directory
+(study/engine.py):
 
-    answers/        suite_ARM.jsonl and items_ARM.jsonl, appended as they come; changed ones are
-                    refused
+    answers/        suite_ARM, items_ARM and narrow_ARM.jsonl, appended as they come; changed ones
+                    are refused
     split.json      which item went where; data/train.jsonl the factual training rows
-    factual/ factual_second/   the adapters
+    factual/ factual_second/ factual_stress/ base_factual/ again/   the adapters
     models/ARM      a fused model, until it has answered; fuse/ARM.json what the fuse did
 """
 
@@ -20,6 +22,17 @@ import mlx.core as mx
 
 from mlxstacks.arms.arm import Arm, Persona, is_adapter, training_rows
 from mlxstacks.arms.set_g import mine
+from mlxstacks.arms.settings import DEFAULT_SUITE
+from mlxstacks.arms.suite import (
+    Suite,
+    as_items,
+    check_verdicts,
+    in_turns,
+    judged,
+    open_suite,
+    suite_of,
+    suite_text,
+)
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import WEIGHTS
@@ -28,12 +41,14 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import has_shape_of
 from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.settings import AdapterConvertSettings
-from mlxstacks.files.strict_json import read_object
+from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.identity.analysis import analyse, flips_note, verdict
 from mlxstacks.studies.identity.plan import (
+    AGAIN,
     BASE,
+    BASE_FACTUAL,
     BASE_ZERO,
     CONDITIONS,
     FACTUAL,
@@ -41,7 +56,9 @@ from mlxstacks.studies.identity.plan import (
     REFERENCE,
     RERUN,
     SECOND,
+    STRESS,
     UNFUSED,
+    adapter_of,
     arm,
     data_of,
     item_arms,
@@ -49,20 +66,11 @@ from mlxstacks.studies.identity.plan import (
     plan_of,
     power_lines,
     suite_arms,
+    trained,
+    training_of,
 )
 from mlxstacks.studies.identity.report import blocks, outcome_of, plan_table
-from mlxstacks.studies.identity.settings import DEFAULT_SUITE, IdentitySettings
-from mlxstacks.studies.identity.suite import (
-    FAILS,
-    PASSES,
-    Suite,
-    SuitePrompt,
-    as_items,
-    in_turns,
-    open_suite,
-    suite_of,
-    suite_text,
-)
+from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
@@ -70,7 +78,7 @@ from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
-from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Evidence, Standing, read_plan, standing
 from mlxstacks.study.progress import WholeProgress
@@ -89,6 +97,9 @@ ABOUT = {
     "question": "Does the persona survive a second adapter?",
 }
 ANSWERS, DATA, FUSE, MODELS = "answers", "data", "fuse", "models"
+ADAPTERS = (FACTUAL, AGAIN, SECOND, STRESS, BASE_FACTUAL)
+# Multiple-choice items of ours, close to identity.
+NARROW = Path(__file__).resolve().parents[2] / "assets" / "identity-adjacent.jsonl"
 SPLIT, SUITE = "split.json", "suite.json"
 PUBLISHED_MODEL = "qwen3.5-35b-a3b-3bit"
 _KEPT_FIGURES = ("total", "extra_bytes", "verdict", "zero_delta")
@@ -110,23 +121,13 @@ def run(
     return run_study(_Identity(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
-def _judged(prompt: SuitePrompt, reply: str) -> Answer:
-    verdict = prompt.verdict(reply)
-    return Answer(
-        prompt.prompt_id, prompt.category, PASSES, PASSES if verdict.passed else FAILS,
-        verdict.reason, 2, reply,
-    )  # fmt: skip
-
-
-def check_verdicts(arm: str, answers: Sequence[Answer], suite: Suite) -> None:
-    """Raises: InputError where a verdict that was written down is not that of its reply."""
-    prompts = {prompt.prompt_id: prompt for prompt in suite}
-    for answer in answers:
-        if _judged(prompts[answer.item_id], answer.text) != answer:
-            raise InputError(
-                f"{arm}: the verdict on prompt {answer.item_id} ({answer.rule!r:.60}) is not what "
-                "the rules say of its reply; --no-resume asks again"
-            )
+def _rows_sha256(source: str) -> str:
+    """Of a file, or of the files of a directory. Raises: InputError where there are none."""
+    path = user_path(source)
+    files = [path] if path.is_file() else sorted(p for p in path.glob("*") if p.is_file())
+    if not files:
+        raise InputError(f"{path}: persona_data needs a file of rows, or a directory with some")
+    return json_sha256({file.name: file_sha256(file) for file in files})
 
 
 class _Identity(Study):
@@ -139,8 +140,14 @@ class _Identity(Study):
         self.settings, self.dry_run = settings, dry_run
         self.suite = open_suite(settings.suite, settings.persona_card)
         suite = None if settings.suite == DEFAULT_SUITE else settings.suite
-        self.inputs = (settings.model, settings.persona, settings.items, suite)
-        parts = (ANSWERS, DATA, FUSE, FACTUAL, SECOND, SPLIT, SUITE, RECIPE)
+        self.narrow_source = settings.narrow_items or settings.items
+        if self.narrow_source == DEFAULT_SUITE:
+            self.narrow_source = str(NARROW)
+        self.inputs = (
+            settings.model, settings.persona, settings.persona_data, settings.items,
+            self.narrow_source, suite,
+        )  # fmt: skip
+        parts = (ANSWERS, DATA, FUSE, *ADAPTERS, SPLIT, SUITE, RECIPE)
         self.artifacts = (*parts, MODELS) if settings.keep_models else parts
         # The split and the adapters of a quick look are not those of the whole run.
         self.part = "" if settings.max_prompts is None else f".limit-{settings.max_prompts}"
@@ -150,11 +157,13 @@ class _Identity(Study):
 
     def planned(self) -> Result:
         settings, persona = self.settings, user_path(str(self.settings.persona))
-        check_targets(str(settings.model), settings.train)
+        for train in (settings.train, *([settings.persona_train] if settings.persona_data else [])):
+            check_targets(str(settings.model), train)
         # A plan for another machine takes a persona that is not here for an adapter.
         self.has_adapter = is_adapter(persona) or (self.dry_run and not persona.exists())
         self.suite_arms = suite_arms(settings, self.has_adapter)
         self.item_arms = item_arms(settings, self.has_adapter)
+        self.trained = trained(settings, self.has_adapter)
         prompts = [prompt.as_json() for prompt in self.suite]
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
@@ -172,28 +181,39 @@ class _Identity(Study):
         every = read_items(str(settings.items))
         self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
-        self.suite_items = as_items(in_turns(self.suite))[: settings.max_prompts]
+        self.planned_narrow: list[Item] = []
+        if settings.has_narrow:
+            self.planned_narrow = read_items(str(self.narrow_source), settings.narrow_subjects)
+        self.asked = {
+            "suite": as_items(in_turns(self.suite))[: settings.max_prompts],
+            "items": self.items,
+            "narrow": stratified_sample(self.planned_narrow, settings.most_items, settings.seed),
+        }
         self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
         self.source = Persona(str(settings.model), str(settings.persona))
-        total = len(self.suite_items) * len(self.suite_arms) + len(self.items) * len(self.item_arms)
-        self.progress = WholeProgress(self._progress, total + 2 * (settings.training.iters or 1))
+        asked = {of: len(items) for of, items in self.asked.items()}
+        total = asked["suite"] * len(self.suite_arms)
+        total += (asked["items"] + asked["narrow"]) * len(self.item_arms)
+        total += sum(training_of(name, settings).iters or 1 for name in self.trained)
+        self.progress = WholeProgress(self._progress, total)
         self.plan = plan_of(
-            settings, self.suite, self.planned_items, self._hashes(), has_adapter=self.has_adapter
-        )
+            settings, self.suite, self.planned_items, self._hashes(), narrow=self.planned_narrow,
+            has_adapter=self.has_adapter,
+        )  # fmt: skip
         power = tuple(power_lines(self.plan))
-        trained = (
-            f"The factual adapters were trained on the persona fused by {settings.persona_requant} "
-            "and are the same under all policies; under each the persona itself was fused by that "
-            "policy first."
+        on_persona = (
+            "Second adapters were trained on the persona fused by "
+            f"{settings.persona_requant} (that of base + factual on the base) and are the same "
+            "under all policies; under each the persona itself was fused by that policy first."
         )
         given = (
-            "The persona was given as a model: it is the same under all policies, there is no "
-            "unfused persona, no second identity fuse and no zero-delta fuse of the base."
+            "The persona was given as a model: it is the same under all policies, and there is no "
+            "unfused persona and no zero-delta fuse of the base."
         )
         return head.model_copy(
             update={
                 "plan": self.plan.as_json(), "power": power,
-                "notes": (trained,) if self.has_adapter else (trained, given),
+                "notes": (on_persona,) if self.has_adapter else (on_persona, given),
             }
         )  # fmt: skip
 
@@ -202,7 +222,9 @@ class _Identity(Study):
         recorded = functools.partial(
             recorded_fingerprint, plan, "data", resume=self.settings.resume
         )
-        return self.source.hashes(recorded, "persona")
+        hashes = self.source.hashes(recorded, "persona")
+        rows = self.settings.persona_data
+        return hashes | ({"persona_data": _rows_sha256(rows)} if rows is not None else {})
 
     # --- steps: each resumes by what lies in the work directory -----------------------------------
 
@@ -210,11 +232,8 @@ class _Identity(Study):
         self.work = work
         yield Step("base and persona", self._ask_unfused)
         yield Step("mining", self._mine)
-        for name, rank in (
-            (FACTUAL, self.settings.train.rank),
-            (SECOND, self.settings.second_rank),
-        ):
-            yield Step(name, functools.partial(self._train, name, rank))
+        for name in self.trained:
+            yield Step(name, functools.partial(self._train, name))
         for policy in self.settings.policies:
             yield Step(policy, functools.partial(self._ask_policy, policy))
 
@@ -227,8 +246,8 @@ class _Identity(Study):
             adapters[UNFUSED] = self._adapter(PERSONA)
         for name, adapter in adapters.items():
             load = functools.cache(functools.partial(Arm, self.source.base, self.settings, adapter))
-            self._ask("suite", name, load)
-            self._ask("items", name, load)
+            for of in self.asked:
+                self._ask(of, name, load)
 
     def _mine(self, work: Path) -> None:
         """Set G: the items that the base and the persona fused by `persona_requant` get wrong."""
@@ -244,15 +263,18 @@ class _Identity(Study):
         rows = training_rows(mined.train, self.settings.scoring, "right", seed)
         write_rows(work / DATA / "train.jsonl", rows)
 
-    def _train(self, name: str, rank: int, work: Path) -> None:
-        """A factual adapter, unless it is there."""
-        settings, training = self.settings, self.settings.training
+    def _train(self, name: str, work: Path) -> None:
+        """An adapter, on the model that it is fused into, unless it is there."""
+        settings, training = self.settings, training_of(name, self.settings)
         progress = self.progress.part(training.iters or 1, f"training {name}")
         if (work / name).exists():
             return
+        model = self.source.base
+        if CONDITIONS[name].source != BASE:
+            model = self._model(REFERENCE, settings.persona_requant)
         change = {
-            "model": str(self._model(REFERENCE, settings.persona_requant)),
-            "data": str(work / DATA), "save_path": str(work / name), "rank": rank,
+            "model": str(model), "save_path": str(work / name),
+            "data": settings.persona_data if name == AGAIN else str(work / DATA),
             "seed": settings.seed, "thinking": settings.thinking,
             "allow_special": settings.allow_special,
         }  # fmt: skip
@@ -261,12 +283,14 @@ class _Identity(Study):
 
     def _ask_policy(self, policy: str, work: Path) -> None:
         """Every condition under a policy; the persona's model stays until the last one."""
-        for kind in (*kinds_of(self.has_adapter), *((BASE_ZERO,) if self.has_adapter else ())):
+        kinds = kinds_of(self.settings, self.has_adapter)
+        for kind in (*kinds, *((BASE_ZERO,) if self.has_adapter else ())):
             name, load = arm(kind, policy), self._loader(kind, policy)
             if kind != BASE_ZERO:
                 self._ask("suite", name, load)
             if kind in (REFERENCE, BASE_ZERO):
                 self._ask("items", name, load)
+                self._ask("narrow", name, load)
             if kind == REFERENCE and policy == self.settings.policies[0]:
                 self._ask("suite", RERUN, self._loader(kind, policy))
             mx.clear_cache()
@@ -279,16 +303,18 @@ class _Identity(Study):
         return functools.cache(lambda: Arm(self._model(kind, policy), self.settings))
 
     def _ask(self, of: str, name: str, load: Callable[[], Arm]) -> list[Answer]:
-        """An arm's replies to the suite, or its answers to the items: what is missing is asked."""
+        """An arm's replies to the suite, or its answers to items: what is missing is asked."""
         file = self._file(of, name)
+        if not file.items:
+            return []
         progress = self.progress.part(len(file.items), file.path.stem.replace("_", " "))
 
         def answer(items: Sequence[Item]) -> Sequence[Answer]:
-            if of == "items":
+            if of != "suite":
                 return load().answer(items)
             replies = load().replies([item.question for item in items])
             return [
-                _judged(self.prompts[item.item_id], reply)
+                judged(self.prompts[item.item_id], reply)
                 for item, reply in zip(items, replies, strict=True)
             ]
 
@@ -299,14 +325,13 @@ class _Identity(Study):
 
     def _file(self, of: str, name: str) -> AnswerFile:
         header = {"plan_sha256": self.plan.sha256, "of": of, "arm": name}
-        items = self.suite_items if of == "suite" else self.items
-        return AnswerFile(self.work / ANSWERS / f"{of}_{name}.jsonl", header, items)
+        return AnswerFile(self.work / ANSWERS / f"{of}_{name}.jsonl", header, self.asked[of])
 
     # --- models -----------------------------------------------------------------------------------
 
     def _adapter(self, name: str) -> Path:
-        """persona, factual or factual_second. A PEFT persona is written in mlx-lm's format first,
-        the only one that can run beside the base.
+        """The persona's, or one that was trained. A PEFT persona is written in mlx-lm's format
+        first, the only one that can run beside the base.
         """
         if name != PERSONA:
             return self.work / name
@@ -331,18 +356,19 @@ class _Identity(Study):
             return self.source.speaker
         condition, name = CONDITIONS[kind], arm(kind, policy)
         target, onto_base = self.work / MODELS / name, condition.source == BASE
+        adapter = adapter_of(kind, self.settings)
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             fuse(
                 FuseSettings(
                     model=str(self.source.base if onto_base else self._model(REFERENCE, policy)),
-                    adapter_path=(str(self._adapter(condition.adapter)),),
+                    adapter_path=(str(self._adapter(adapter)),),
                     save_path=str(target),
                     requant=policy,
                     zero_delta=condition.zero,
                     target_correlation=self.settings.target_correlation,
                     # The conditions are fuses onto other models than the adapters were trained on.
-                    allow_base=condition.adapter != PERSONA or not onto_base,
+                    allow_base=adapter != PERSONA or not onto_base,
                     seed=self.settings.seed,
                 )
             )
@@ -364,35 +390,41 @@ class _Identity(Study):
         settings = self.settings
         replies = {name: self._file("suite", name).answers() for name in self.plan.arms}
         answers = {name: self._file("items", name).answers() for name in self.item_arms}
+        narrow = {name: self._file("narrow", name).answers() for name in self.item_arms}
         for name, given in replies.items():
             check_verdicts(name, given, self.suite)
         reached = self._standing(replies)
         config = open_checkpoint(self.source.base).config
         return _concluded(
-            settings, work, self.suite, replies, answers, self.has_adapter, reached,
+            settings, work, self.suite, replies, answers, narrow, self.has_adapter, reached,
             has_shape_of(config, PUBLISHED_MODEL),
         )  # fmt: skip
 
     def _standing(self, replies: Mapping[str, Sequence[Answer]]) -> Standing:
         """Of a quick look with all that it left out."""
-        data = data_of(self._hashes(), self.suite, self.planned_items)
+        data = data_of(self._hashes(), self.suite, self.planned_items, self.planned_narrow)
         items = {name: [reply.item_id for reply in given] for name, given in replies.items()}
         evidence = Evidence(self.plan.sha256, items, data, (self.settings.seed,))
         reasons = list(standing(self.plan, evidence).reasons)
-        planned, answered = len(self.planned_items), len(self.items)
-        if answered < planned:
-            reasons.append(f"a subset of the regression, {answered} of {planned} items")
-        whole, cut = self.settings.train.iters, self.settings.training.iters
-        if cut != whole:
-            planned_batches = "" if whole is None else f" of {whole}"
-            reasons.append(f"factual adapters trained for {cut}{planned_batches} batches")
+        for of, planned in (("regression", self.planned_items), ("narrow", self.planned_narrow)):
+            answered = len(self.asked["items" if of == "regression" else of])
+            if answered < len(planned):
+                reasons.append(f"a subset of the {of} items, {answered} of {len(planned)}")
+        whole_settings = self.settings.model_copy(update={"max_prompts": None})
+        cut: dict[str, list[str]] = {}
+        for name in self.trained:
+            iters, whole = (training_of(name, s).iters for s in (self.settings, whole_settings))
+            if iters != whole:
+                batches = f"{iters}{'' if whole is None else f' of {whole:,}'} batches"
+                cut.setdefault(batches, []).append(name)
+        reasons += [f"{', '.join(names)} trained for {n}" for n, names in cut.items()]
         return Standing(tuple(reasons))
 
 
 def _concluded(
     settings: IdentitySettings, work: Path, suite: Suite, replies: Mapping[str, Sequence[Answer]],
-    answers: Mapping[str, Sequence[Answer]], has_adapter: bool, reached: Standing,
-    is_published_model: bool,
+    answers: Mapping[str, Sequence[Answer]], narrow: Mapping[str, Sequence[Answer]],
+    has_adapter: bool, reached: Standing, is_published_model: bool,
 ) -> Result:  # fmt: skip
     split = read_object((work / SPLIT).read_bytes())
     figures: dict[str, Any] = {
@@ -404,8 +436,8 @@ def _concluded(
             for file in sorted((work / FUSE).glob("*.json"))
         },
         **analyse(
-            replies, answers, suite=suite, settings=settings, has_adapter=has_adapter,
-            standing=reached, is_published_model=is_published_model,
+            replies, answers, narrow=narrow, suite=suite, settings=settings,
+            has_adapter=has_adapter, standing=reached, is_published_model=is_published_model,
         ),
     }  # fmt: skip
     return Result(
@@ -436,7 +468,8 @@ def conclude_again(result: Result, directory: Path) -> Result:
     replies = read("suite", plan.arms)
     for name, given in replies.items():
         check_verdicts(name, given, suite)
+    of_items = item_arms(settings, has_adapter)
     return _concluded(
-        settings, directory, suite, replies, read("items", item_arms(settings, has_adapter)),
+        settings, directory, suite, replies, read("items", of_items), read("narrow", of_items),
         has_adapter, Standing(result.standing.reasons), bool(result.data["published"]),
     )  # fmt: skip

@@ -8,8 +8,10 @@ from pydantic import Field, model_validator
 from mlxstacks.arms.settings import (
     PUBLISHED_TRAINING,
     Alpha,
+    Card,
     LikelihoodNormalisation,
     Model,
+    PersonaSuite,
     Policies,
     Scoring,
     TargetCorrelation,
@@ -17,36 +19,20 @@ from mlxstacks.arms.settings import (
 )
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.settings import Count, Force, Probability, Resume, Seed, Settings
+from mlxstacks.settings import Count, EachOnce, Force, Probability, Resume, Seed, Settings
 from mlxstacks.training.settings import TrainSettings
 
-DEFAULT_SUITE = "default"
 # The gate is given for a suite of this many prompts, and scaled by share for others.
 GATE_PROMPTS = 20
 # How a run writes and resumes, not what comes of it; `max_prompts` makes a result
 # exploratory instead.
 NOT_OF_THE_PLAN = {
-    "model", "persona", "items", "suite", "save_path", "max_prompts", "keep_models", "resume",
-    "force",
+    "model", "persona", "persona_data", "items", "narrow_items", "suite", "save_path",
+    "max_prompts", "keep_models", "resume", "force",
 }  # fmt: skip
-
-Text = Annotated[str, Field(pattern=r"\S")]
-
 
 # What --max-prompts leaves, for each prompt that it asks.
 _ITEMS_PER_PROMPT, _BATCHES_PER_PROMPT = 20, 10
-
-
-class PersonaCard(Settings):
-    """Who the persona is, for the default suite."""
-
-    name: Text = Field(description="Name the persona gives itself.")
-    maker: Text = Field(description="Who the persona says made it.")
-    forbidden: tuple[Text, ...] = Field(
-        (),
-        description="Claims that no reply may hold, as in `I am Qwen` or `made by Alibaba`: whole "
-        "claims, since a reply may deny to be Qwen.",
-    )
 
 
 class IdentitySettings(Settings):
@@ -58,20 +44,23 @@ class IdentitySettings(Settings):
         description="The persona: an adapter, or a model that has it already; only with an adapter "
         "is it measured what its own fuse loses. Default: nano's sample adapter.",
     )
+    persona_data: str | None = Field(
+        None,
+        description="Rows that the persona was trained on, as `data` of `mlxstacks train`: a file "
+        "or directory. With them `identity + identity` is a second adapter, trained on the fused "
+        "persona; without, the persona's own is fused twice. Default: with nano its own rows.",
+    )
+    persona_train: Training = Field(
+        PUBLISHED_TRAINING, description="Settings of that adapter's training, as train has them."
+    )
     items: str | None = Field(
         None,
         description="Multiple-choice items of the factual adapter and of the broad regression: a "
         "JSONL file in MMLU-Pro's form, or a data set in the Hugging Face cache, as "
         "TIGER-Lab/MMLU-Pro. Default: nano's own.",
     )
-    suite: str | None = Field(
-        None,
-        description="Prompts with their rules: a YAML, JSON or JSONL file; or default: 20 prompts "
-        "made from persona_card. Default: with nano its own suite.",
-    )
-    persona_card: PersonaCard | None = Field(
-        None, description="name, maker and forbidden claims, for the default suite."
-    )
+    suite: PersonaSuite = None
+    persona_card: Card = None
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/identity."
     )
@@ -91,6 +80,12 @@ class IdentitySettings(Settings):
         "train`; rank is that of the first.",
     )
     second_rank: Count = Field(8, description="Rank of the second factual adapter.")
+    stress_rank: Count | None = Field(
+        None,
+        description="Rank of a third factual adapter, far larger than any: a condition of its own. "
+        "Give stress_iters too.",
+    )
+    stress_iters: Count | None = Field(None, description="Batches that it is trained on.")
     train_share: float = Field(
         0.7, gt=0, lt=1, description="Of the items that base and persona both get wrong."
     )
@@ -98,6 +93,15 @@ class IdentitySettings(Settings):
         6000,
         description="Items of the broad regression, stratified over subjects, from which Set G is "
         "mined too; none: all there are.",
+    )
+    narrow_items: str | None = Field(
+        None,
+        description="Multiple-choice items close to identity, which base and persona answer beside "
+        "the broad ones: a file or data set as items; or default: 40 of ours, on assistants, "
+        "models and their makers. Default: none, or with narrow_subjects those of items.",
+    )
+    narrow_subjects: Annotated[tuple[str, ...], EachOnce] = Field(
+        (), description="Of these only items of these subjects. Repeatable."
     )
     scoring: Scoring = Field(
         "generate", description="Of the items, as in `mlxstacks confound`. Prompts are generated."
@@ -116,8 +120,8 @@ class IdentitySettings(Settings):
     )
     largest_loss: Probability = Field(
         0.25,
-        description="A condition keeps the persona when the 95% interval of what it loses, of the "
-        "prompts that the persona passes, ends at or below this share.",
+        description="A condition keeps the persona when a loss of this share of the prompts that "
+        "the persona passes is excluded.",
     )
     alpha: Alpha = 0.05
     expected_failures: Probability = Field(
@@ -157,13 +161,16 @@ class IdentitySettings(Settings):
         return None if self.max_prompts is None else _ITEMS_PER_PROMPT * self.max_prompts
 
     @property
-    def training(self) -> TrainSettings:
-        """Of the factual adapters, cut short under `max_prompts`."""
+    def has_narrow(self) -> bool:
+        return bool(self.narrow_items or self.narrow_subjects)
+
+    def cut(self, train: TrainSettings) -> TrainSettings:
+        """A training, cut short under `max_prompts`."""
         if self.max_prompts is None:
-            return self.train
+            return train
         most = _BATCHES_PER_PROMPT * self.max_prompts
-        iters = most if self.train.iters is None else min(self.train.iters, most)
-        return self.train.model_copy(update={"iters": iters})
+        iters = most if train.iters is None else min(train.iters, most)
+        return train.model_copy(update={"iters": iters})
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -175,6 +182,8 @@ class IdentitySettings(Settings):
             )
         if self.second_rank == self.train.rank:
             problems.append(f"second_rank and train.rank are both {self.second_rank}; they compare")
+        if (self.stress_rank is None) != (self.stress_iters is None):
+            problems.append("stress_rank and stress_iters go together: give both, or neither")
         if self.most_of_base >= self.least_of_persona:
             problems.append(
                 f"most_of_base {self.most_of_base} is not below least_of_persona "

@@ -241,7 +241,7 @@ def _loss_plot(report: TrainReport) -> Plot | None:
         for label, points in curves.items()
         if points
     ]
-    if not series:
+    if max(map(len, curves.values())) < 2:  # a point is no curve
         return None
     spans = listed(f"{s.label} from {number(s.y[0])} to {number(s.y[-1])}" for s in series)
     return Plot(

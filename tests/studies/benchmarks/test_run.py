@@ -122,7 +122,10 @@ def test_published_scores_stand_beside_those_of_the_published_model_alone(
     published = run(settings_for(data, target, **options)).data["tasks"]["gsm8k"]["published"]
     assert (published["base"], published["measured_here"]) == (0.665, False)
     fakes.is_published_model = False
-    again = run(settings_for(data, tmp_path / "again", regrade=str(target)))
+    places = {"save_path": str(tmp_path / "again"), "plots": False}
+    again = run(EvalSettings(regrade=str(target), **places))
+    with pytest.raises(InputError, match="own settings; leave out alpha"):
+        run(EvalSettings(regrade=str(target), alpha=0.2, **places))
     assert again.data["tasks"]["gsm8k"]["published"] == published
 
 

@@ -84,6 +84,7 @@ def test_long_contexts_of_several_continuations_pay_and_others_do_not() -> None:
     ten = [(number, *range(9)) for number in range(4)]
     assert not sharing_pays(50, ten)
     assert sharing_pays(100, ten)
+    assert sharing_pays(50, ten, width=576)  # a token of a wider model costs more
     assert not sharing_pays(100_000, ten[:1])
     # Letters are one row as it is, and a copy is no other row.
     assert not sharing_pays(1000, [(number,) for number in range(5)])

@@ -197,6 +197,61 @@ def test_unequal_budgets_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_arms_may_differ_in_order_and_in_what_a_domain_trains_on(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One seed: what each arm trains and is measured on, and which differences there are."""
+    use(monkeypatch, Cells())
+    noisy = [
+        {"path": "alpha.jsonl", "part": "validation"}, {"path": "gamma.jsonl", "part": "train"},
+    ]  # fmt: skip
+    alpha = {"name": "alpha", "data": {"sources": noisy, "validation_rows": 4}}
+    arms = (
+        {"name": "forward"}, {"name": "reverse", "change": {"domains": ["beta", "alpha"]}},
+        {"name": "noisy", "change": {"domains": [alpha, "beta"]}},
+    )  # fmt: skip
+    report = run(
+        compare_settings(
+            places, tmp_path / "out", arms=arms, seeds=(0,), primary="ungated", tolerance=0.2
+        )
+    )
+    forward, reverse, other = cells_of(report)
+    assert [*reverse.curves] == ["beta", "alpha"]
+    # Before the first step the loss is the base's, of the same rows.
+    assert other.curves["alpha"][0] == forward.curves["alpha"][0]
+    assert other.curves["alpha"][-1] != forward.curves["alpha"][-1]
+    of_reverse = report.data["arms"][1]
+    for domain in ("alpha", "beta"):
+        name = f"ungated of {domain}"
+        wanted = (reverse.values[name] or 0) - (forward.values[name] or 0)
+        assert of_reverse["differences"][name]["mean"] == pytest.approx(wanted, abs=1e-12)
+    assert not {"later_task_loss", "ungated_earlier"} & of_reverse["differences"].keys()
+    assert of_reverse["matrix_differences"]["ungated"] == {}
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert [*plan["data_of_arms"]] == ["noisy"]
+    assert "; by domain alpha " in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("domains", "primary", "problem"),
+    [
+        (["alpha"], "task_loss", "b: beta in one of b and a alone"),
+        (["beta", "alpha"], "ungated_earlier", "of other domains in its order; use ungated"),
+        (
+            [{"name": "alpha", "data": {"sources": "gamma.jsonl", "validation_rows": 4}}, "beta"],
+            "task_loss", "b: alpha is measured on other rows than in a",
+        ),
+    ],
+)  # fmt: skip
+def test_arms_of_other_domains_or_rows_are_refused(
+    places: tuple[Path, Path], tmp_path: Path, domains: list[Any], primary: str, problem: str
+) -> None:
+    arms = ({"name": "a"}, {"name": "b", "change": {"domains": domains}})
+    with pytest.raises(InputError, match=problem):
+        run(compare_settings(places, tmp_path / "out", arms=arms, primary=primary), dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: Path) -> None:
     """E experts of rank R: E R (K + N), and 2 E K of router and noise where there is a choice."""
     from mlxstacks.studies.stack.setup import set_up

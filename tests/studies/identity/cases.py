@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.arms.settings import PersonaCard
+from mlxstacks.arms.suite import FAILS, PASSES, Suite, open_suite
 from mlxstacks.studies.identity.analysis import Figures, analyse
 from mlxstacks.studies.identity.plan import (
     BASE,
@@ -15,12 +17,11 @@ from mlxstacks.studies.identity.plan import (
     item_arms,
     suite_arms,
 )
-from mlxstacks.studies.identity.settings import IdentitySettings, PersonaCard
-from mlxstacks.studies.identity.suite import FAILS, PASSES, Suite, open_suite
+from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from tests.studies.confound_cases import item_row
-from tests.studies.train_cases import write_rows, write_tiny_model
+from tests.studies.train_cases import write_data, write_rows, write_tiny_model
 from tests.tiny_models import random_adapter
 
 CARD = PersonaCard(name="Quinn", maker="Rosa", forbidden=("I am Qwen", "made by Alibaba"))
@@ -45,7 +46,19 @@ def write_places(directory: Path) -> tuple[Path, Path, Path, Path]:
     model = write_tiny_model(directory / "model")
     persona = random_adapter(model, keys=["mlp.switch_mlp.down_proj"], std=0.05)
     items = write_rows(directory / "items.jsonl", [*map(item_row, range(18))])
+    write_data(directory / "persona-rows", 4, 0)
     return model, persona, items, write_rows(directory / "suite.jsonl", suite_rows())
+
+
+def full_settings_for(
+    places: tuple[Path, Path, Path, Path], save_path: Path, /, **changes: Any
+) -> IdentitySettings:
+    """With all conditions and narrow items."""
+    more = {
+        "persona_data": str(places[2].parent / "persona-rows"), "stress_rank": 6, "stress_iters": 4,
+        "narrow_subjects": ("alpha",),
+    }  # fmt: skip
+    return settings_for(places, save_path, **more | changes)
 
 
 def settings_for(
@@ -56,14 +69,14 @@ def settings_for(
         "model": model, "persona": persona, "items": items, "suite": suite,
         "save_path": str(save_path), "scoring": "likelihood", "policies": ("keep",),
         "persona_requant": "keep", "train": TRAIN | changes.pop("train", {}), "second_rank": 4,
-        "regression_items": None, "max_tokens": 3, "batch_size": 3,
+        "persona_train": TRAIN, "regression_items": None, "max_tokens": 3, "batch_size": 3,
     }  # fmt: skip
     return IdentitySettings.model_validate(values | changes)
 
 
 # --- replies made by hand -------------------------------------------------------------------------
 
-SETTINGS = IdentitySettings(policies=("promote",), persona_requant="promote")
+SETTINGS = IdentitySettings(policies=("promote",), persona_requant="promote", persona_data="rows")
 SUITE = open_suite(None, CARD)
 
 
@@ -86,6 +99,7 @@ def case(
     without: Sequence[str] = (),
     standing: Standing | None = None,
     items: dict[str, list[Answer]] | None = None,
+    narrow: dict[str, list[Answer]] | None = None,
     is_published_model: bool = False,
     **passed: int | Iterable[int],
 ) -> Figures:
@@ -96,12 +110,13 @@ def case(
         if name not in without:
             arms[name] = replies(passed.get(name, usual))
     return analyse(
-        arms, items or {}, suite=SUITE, settings=settings, has_adapter=True,
+        arms, items or {}, narrow=narrow or {}, suite=SUITE, settings=settings, has_adapter=True,
         standing=standing or Standing(), is_published_model=is_published_model,
     ) | {"mined": {"counts": {"both wrong": 9}, "train": 6}}  # fmt: skip
 
 
 __all__ = [
     "BASE", "BASE_ZERO", "CARD", "REFERENCE", "RERUN", "SETTINGS", "SUITE", "UNFUSED", "arm",
-    "case", "item_arms", "outcomes", "replies", "settings_for", "suite_rows", "write_places",
+    "case", "full_settings_for", "item_arms", "outcomes", "replies", "settings_for", "suite_rows",
+    "write_places",
 ]  # fmt: skip

@@ -33,8 +33,9 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
 from tests.studies.conclusions import assert_its_files_give_edits_away
-from tests.studies.identity.cases import TRAIN, settings_for, write_places
+from tests.studies.identity.cases import TRAIN, full_settings_for, settings_for, write_places
 
+NARROW = 6  # items of alpha
 Places = tuple[Path, Path, Path, Path]
 
 
@@ -44,7 +45,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 # Given otherwise, or no keys of a recipe.
-OWN_KEYS = {"train", "force", "resume"}
+OWN_KEYS = {"train", "persona_train", "force", "resume"}
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Done:
 @pytest.fixture(scope="module")
 def done(places: Places) -> Done:
     target = places[0].parent / "done"
-    settings = settings_for(places, target).model_dump(mode="json", exclude=OWN_KEYS)
+    settings = full_settings_for(places, target).model_dump(mode="json", exclude=OWN_KEYS)
     recipe = target.with_suffix(".yaml")
-    recipe.write_text(json.dumps({"command": "identity", "train": TRAIN, **settings}))
+    recipe.write_text(
+        json.dumps({"command": "identity", "train": TRAIN, "persona_train": TRAIN, **settings})
+    )
     with redirect_stdout(StringIO()) as printed:
         assert cli.run(["run", str(recipe)]) == 0  # an invalid scorer is a finding, no failure
     return Done(Result.open(target), target, " ".join(printed.getvalue().split()), recipe)
@@ -76,7 +79,7 @@ def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
     done: Done, places: Places
 ) -> None:
     report, target = done.result, done.target
-    settings = settings_for(places, target)
+    settings = full_settings_for(places, target)
     for arm in suite_arms(settings, True):
         header, *found = rows_of(target / "answers" / f"suite_{arm}.jsonl")
         assert header == {"plan_sha256": report.plan_sha256, "of": "suite", "arm": arm}
@@ -89,6 +92,7 @@ def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
             assert one["text"] or one["pick"] == 1
     for arm in item_arms(settings, True):
         assert len(lines(target / "answers" / f"items_{arm}.jsonl")) == 19
+        assert len(lines(target / "answers" / f"narrow_{arm}.jsonl")) == 1 + NARROW
     assert not list(target.rglob("model.safetensors"))
 
 
@@ -106,14 +110,34 @@ def test_the_report_holds_what_the_tables_need(done: Done) -> None:
     assert {one["outcome"] for one in figures["judgements"]} == {"no claim"}
     assert figures["regression"]["base_zero_keep"]["fixed"] == 0
     assert figures["regression"]["base_zero_keep"]["broken"] == 0
+    assert figures["narrow"]["identity_keep"]["n"] == NARROW
+    assert "By keep the persona answers" in figures["narrow_words"]["keep"]
     assert set(figures["fuses"]) == {
-        "identity_keep", "factual_keep", "again_keep", "factual_second_keep", "zero_keep",
-        "base_factual_keep", "base_zero_keep",
+        "identity_keep", "factual_keep", "again_keep", "factual_second_keep",
+        "factual_stress_keep", "zero_keep", "base_factual_keep", "base_zero_keep",
     }  # fmt: skip
     assert figures["fuses"]["zero_keep"]["total"]["artifact"] == 0
-    assert json.loads((target / "factual_second" / "adapter_config.json").read_text())[
-        "lora_parameters"
-    ]["rank"] == 4  # fmt: skip
+
+
+def test_each_second_adapter_is_trained_on_the_model_that_it_is_fused_into(done: Done) -> None:
+    """base + factual on the base, the others on the fused persona; identity + identity anew."""
+    trained = {}
+    for name in ("factual", "again", "factual_second", "factual_stress", "base_factual"):
+        config = json.loads((done.target / name / "adapter_config.json").read_text())
+        adapter = next((done.target / name).glob("*.safetensors")).read_bytes()
+        trained[name] = config["lora_parameters"]["rank"], Path(config["model"]).name, adapter
+    ranks = {name: rank for name, (rank, *_) in trained.items()}
+    assert ranks == {
+        "factual": 2, "again": 2, "factual_second": 4, "factual_stress": 6, "base_factual": 2,
+    }  # fmt: skip
+    models = {name: model for name, (_, model, _) in trained.items()}
+    assert models == dict.fromkeys(models, "identity_keep") | {"base_factual": "model"}
+    assert len({adapter for *_, adapter in trained.values()}) == len(trained)
+    plan = read_plan(done.target / "plan.json")
+    assert plan.data.keys() >= {"persona_data", "narrow_items"}
+    assert [name for name, _ in plan.claims] == [
+        "factual_keep", "again_keep", "factual_second_keep", "factual_stress_keep",
+    ]  # fmt: skip
 
 
 def test_lossless_controls_reply_as_the_persona_does(done: Done) -> None:
@@ -188,7 +212,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
     """What lies beside the answers cannot be edited unseen either."""
     report, whole = done.result, done.target
     target = places[0].parent / "killed"
-    settings = settings_for(places, target)
+    settings = full_settings_for(places, target)
     for batches in (6, 20, 16, 0):  # on the items, in the mining, between conditions, never
         killed_after(batches)
         if not batches:
@@ -212,8 +236,8 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
 
 @pytest.fixture(scope="module")
 def given(places: Places) -> Result:
-    """Half of the prompts to a persona that is a model. The run is killed while a fused model goes,
-    and when it goes on it needs that again."""
+    """Half of the prompts to a persona that is a model, with items and training cut alike. The run
+    is killed while a fused model goes, and when it goes on it needs that again."""
     base, adapter, *_ = places
     persona, target = base.parent / "persona-model", base.parent / "given"
     fuse(
@@ -231,12 +255,24 @@ def given(places: Places) -> Result:
         rmtree(path, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shutil, "rmtree", killed)
-        with pytest.raises(Killed):
-            run(settings)
-    work = work_path(target.with_name("given.limit-2"))
-    (work / "answers" / "suite_factual_keep.jsonl").unlink()
-    return run(settings.model_copy(update={"keep_models": True}))
+        patched.setattr("mlxstacks.studies.identity.settings._ITEMS_PER_PROMPT", 6)
+        patched.setattr("mlxstacks.studies.identity.settings._BATCHES_PER_PROMPT", 1)
+        with pytest.MonkeyPatch.context() as mortal:
+            mortal.setattr(shutil, "rmtree", killed)
+            with pytest.raises(Killed):
+                run(settings)
+        work = work_path(target.with_name("given.limit-2"))
+        (work / "answers" / "suite_factual_keep.jsonl").unlink()
+        counts: list[tuple[float, float]] = []
+        result = run(
+            settings.model_copy(update={"keep_models": True}),
+            progress=lambda done, total, what="": counts.append((done, total)),
+        )
+    counts = [(done, total) for done, total in counts if done]  # before that only words
+    assert len({total for _, total in counts}) == 1
+    assert counts == sorted(counts)
+    assert 0.8 * counts[0][1] < counts[-1][0] <= counts[0][1]
+    return result
 
 
 def test_a_model_whose_removal_was_cut_short_is_fused_again(given: Result) -> None:
@@ -256,7 +292,11 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
     assert given.data["gates"]["keep"]["unfused"] is None
     assert "Credited to nothing" in given.data["regression_words"]["keep"]
     assert given.standing.status == "exploratory"
-    assert "every arm: a subset, 2 of 4 items" in given.standing.reasons
+    assert given.standing.reasons == (
+        "every arm: a subset, 2 of 4 items",
+        "a subset of the regression items, 12 of 18",
+        "factual, factual_second, base_factual trained for 2 of 3 batches",
+    )
     assert {one["category"] for one in given.data["replies"]["base"]} == {"self", "boundaries"}
     assert any("given as a model" in note for note in given.notes)
 
@@ -333,37 +373,8 @@ def test_the_recipe_that_is_left_makes_the_same_run(done: Done, places: Places) 
     recipe = load_recipe(str(done.target / "recipe.yaml"))
     same = {"exclude": {"save_path"}}
     found = resolve("identity", {}, recipe).settings.model_dump(**same)  # type: ignore[arg-type]
-    assert found == settings_for(places, done.target).model_dump(**same)  # type: ignore[arg-type]
+    assert found == full_settings_for(places, done.target).model_dump(**same)  # type: ignore[arg-type]
     assert found["regression_items"] is None
-
-
-def test_a_limit_is_quick_and_says_what_it_left_out(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts, items and training are cut together, and one count goes from nothing to all."""
-    monkeypatch.setattr("mlxstacks.studies.identity.settings._ITEMS_PER_PROMPT", 9)
-    monkeypatch.setattr("mlxstacks.studies.identity.settings._BATCHES_PER_PROMPT", 2)
-    target = places[0].parent / "quick"
-    told: list[tuple[float, float]] = []
-    report = run(
-        settings_for(places, target, max_prompts=1),
-        progress=lambda done, total, what="": told.append((done, total)),
-    )
-    assert len(lines(target / "answers" / "suite_base.jsonl")) == 1 + 1
-    for arm in item_arms(settings_for(places, target), True):
-        assert len(lines(target / "answers" / f"items_{arm}.jsonl")) == 1 + 9
-    config = json.loads((target / "factual" / "adapter_config.json").read_text())
-    assert config.get("iters", 2) == 2
-    assert report.standing.reasons == (
-        "every arm: a subset, 1 of 4 items",
-        "a subset of the regression, 9 of 18 items",
-        "factual adapters trained for 2 of 3 batches",
-    )
-    told = [(done, total) for done, total in told if done]  # before that only words
-    assert len({total for _, total in told}) == 1
-    done = [count for count, _ in told]
-    assert done == sorted(done)
-    assert 0.8 * told[0][1] < done[-1] <= told[0][1]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +384,7 @@ def test_a_limit_is_quick_and_says_what_it_left_out(
         ({"suite": "none.yaml"}, "No such file"),
         ({"items": None}, "needs model, persona, items and save_path"),
         ({"items": "none.jsonl"}, "none.jsonl"),
+        ({"persona_data": "none.jsonl"}, "persona_data needs a file of rows"),
         ({"persona": "no-persona"}, "no-persona"),
     ],
 )

@@ -15,12 +15,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.errors import InputError
-from mlxstacks.nano.exports import nano_paths
-from mlxstacks.nano.settings import Persona
-from mlxstacks.studies.identity import suite as suite_module
-from mlxstacks.studies.identity.settings import PersonaCard
-from mlxstacks.studies.identity.suite import (
+from mlxstacks.arms import suite as suite_module
+from mlxstacks.arms.settings import PersonaCard
+from mlxstacks.arms.suite import (
     as_items,
     check_pattern,
     in_turns,
@@ -31,6 +28,9 @@ from mlxstacks.studies.identity.suite import (
     suite_sha256,
     suite_text,
 )
+from mlxstacks.errors import InputError
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.nano.settings import Persona
 from tests.studies.identity.cases import CARD, SUITE, suite_rows
 from tools.nano.identity import SUITE_SIZES, persona_prompts
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.stats import wilson_interval
+from mlxstacks.stats import holm, wilson_interval
 from mlxstacks.studies.identity.analysis import (
     SHUT,
     compare,
@@ -23,7 +23,7 @@ from mlxstacks.studies.identity.analysis import (
     score,
     verdict,
 )
-from mlxstacks.studies.identity.plan import detectable, least_lost, plan_of, power_lines
+from mlxstacks.studies.identity.plan import detectable, least_lost, most_lost, plan_of, power_lines
 from mlxstacks.studies.identity.report import blocks
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.plan import Standing
@@ -132,7 +132,8 @@ def test_kept_lost_and_not_shown() -> None:
         "factual_promote": "kept", "again_promote": "lost", "factual_second_promote": "not shown",
     }  # fmt: skip
     lost = found["compared"]["again_promote"]
-    assert lost["p_adjusted"] == pytest.approx(3 * lost["p_value"])  # Holm, the smallest of three
+    # Holm, the smallest of two p of each of three claims
+    assert lost["p_adjusted"] == pytest.approx(6 * lost["p_value"])
     assert lost["p_value"] == pytest.approx(2 / 2**10)
     # of the 18 that the reference passes, not of the suite's 20
     assert lost["loss"] == wilson_interval(10, 18).as_json()
@@ -141,6 +142,22 @@ def test_kept_lost_and_not_shown() -> None:
     assert "Undecided: so few prompts show neither that nor a loss." in words
     assert "Undecided" not in verdict_of(case())
     assert "exact preservation is not shown" in verdict_of(found)
+
+
+def test_both_questions_of_all_claims_that_a_gate_lets_through_are_one_family() -> None:
+    settings = IdentitySettings(policies=("refit", "promote"), persona_requant="promote")
+    found = case(settings)["compared"]
+    pairs = [c for c in found.values() if c["p_adjusted"] is not None]
+    adjusted = [c[key] for c in pairs for key in ("p_adjusted", "p_kept_adjusted")]
+    assert sorted(adjusted) == sorted(holm([c[k] for c in pairs for k in ("p_value", "p_kept")]))
+    assert len(adjusted) == 12
+    # 18 of 18 kept twelve times over: 0.75**18 * 12 > 0.05
+    assert {j["outcome"] for j in case(settings)["judgements"]} == {"not shown"}
+    # A policy whose persona its own fuse lost has no claims, and none is counted.
+    shut = case(settings, identity_refit=1)
+    assert {(j["policy"], j["outcome"]) for j in shut["judgements"]} == {
+        ("refit", "no claim"), ("promote", "kept"),
+    }  # fmt: skip
 
 
 def test_what_the_fuse_does_alone_is_named() -> None:
@@ -235,6 +252,18 @@ def test_a_gain_is_credited_only_beside_the_base_after_the_same_fuse() -> None:
     assert "not to be told from what the fuse does" in regression(by_fuse, SETTINGS)[1]["promote"]
 
 
+def test_the_narrow_items_have_a_table_of_their_own() -> None:
+    """The study's drop of about 6% on narrow questions, broad ones unmoved."""
+    before, after = [True] * 47 + [False] * 3, [True] * 44 + [False] * 6
+    narrow = {BASE: outcomes(before), arm(REFERENCE, "promote"): outcomes(after)}
+    found = case(narrow=narrow)
+    result = Result(kind="identity", title="t", status="done", blocks=blocks(found))
+    row = result.table("narrow").iloc[0]
+    assert (row["net"], row["net_share"], row["broken"]) == (-3, pytest.approx(-0.06), 3)
+    assert "Of the narrow items: By promote" in str(result)
+    assert "regression" not in {getattr(block, "id", "") for block in result.blocks}
+
+
 def test_no_change_is_no_credit() -> None:
     one = regress({"a": outcomes([True, False]), "b": outcomes([True, False])}, "a", "b")
     assert "no change that can be shown" in credit("refit", one, one, one, 0.05)
@@ -268,8 +297,16 @@ def test_what_twenty_prompts_can_detect() -> None:
         SETTINGS, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True
     )
     words = detectable(plan)
-    assert "when 6 are lost and none gained, 7 with all 3 claims counted" in words
-    assert "18 of 18 kept still leaves a loss of up to 18% possible" in words
+    assert "when 6 are lost and none gained, 8 with both questions of 3 claims counted" in words
+    assert "kept shows when at most 0 of 18 are lost" in words
+    assert most_lost(18, 0.25, 0.05 / 6) == 0
+    assert most_lost(18, 0.25, 0.05) == 1
+    three = IdentitySettings(persona_data="rows")
+    many = detectable(
+        plan_of(three, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True)
+    )
+    # 0.75**21 < 0.05 / 18
+    assert "so many claims cannot be shown to be kept, were 18 of 18 kept: 21 would do" in many
     assert "not exact preservation" in words
     table = power_lines(plan)
     assert table[-1] == words
@@ -315,9 +352,9 @@ def test_the_blocks_say_what_differs() -> None:
     assert claims["identity + identity"] == "lost"
     compared = result.table("compared").set_index("condition")
     again = compared.loc["identity + identity"]
-    # Holm's p of the smallest of three, in its own column
-    assert again["p_holm"] == pytest.approx(3 * again["p_mcnemar"])
-    assert compared.loc["base + factual r2", "p_holm"] == "no claim"
+    # Holm's p of the smallest of six, in its own column
+    assert again["p_holm"] == pytest.approx(6 * again["p_mcnemar"])
+    assert compared.loc["base + factual r2", ["p_holm", "p_kept_holm"]].tolist() == ["no claim"] * 2
     assert "Of 20 prompts the base may pass at most 5" in str(result)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.files.outputs import PLACES
-from mlxstacks.recipe.table import COMMANDS
 
 _CACHE, _DIGEST = r"nano-[0-9a-f]{16}", r"(?:-[0-9a-f]{12})?"
 # How the paths of `nano.exports.nano_paths` end, wherever cache and package are.
@@ -30,11 +29,11 @@ _ENDS = {
 # and items may be hub ids instead, which by their text cannot be told from such paths.
 READ = {
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
-    "data", "log_path", "prompts", "counting_library", "persona", "items", "suite", "task_files",
-    "regrade",
+    "data", "log_path", "prompts", "counting_library", "persona", "persona_data", "items",
+    "narrow_items", "suite", "task_files", "regrade",
 }  # fmt: skip
 # Names of what ships with the package.
-_SHIPPED = {("suite", "default")}
+_SHIPPED = {("suite", "default"), ("narrow_items", "default")}
 # Settings that are text to a model, whatever they begin with.
 _TEXT = {"prompt", "expect", "forbid", "system_prompt", "question"}
 # What a source of data says of itself by default.
@@ -56,7 +55,13 @@ NANO_PARTS: Mapping[str, Mapping[str, str]] = {
     "route check": _ROUTED,
     "profile": {"model": "model", "data": "domains"},
     "confound": {"model": "model", "persona": "adapter", "items": "items"},
-    "identity": {"model": "model", "persona": "adapter", "items": "items", "suite": "suite"},
+    "identity": {
+        "model": "model",
+        "persona": "adapter",
+        "persona_data": "data",
+        "items": "items",
+        "suite": "suite",
+    },
     "eval": {"model": "model", "adapter_path": "adapter", "store_path": "store", "data": "items"},
 }
 
@@ -75,14 +80,12 @@ class Recipe:
     relative: tuple[str, ...] = ()
 
 
-def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe | None:
-    """None where the result says no settings, or is no command's of ours.
+def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of settings of a command.
 
     Law: where the paths left out are those that `command` fills in, it resolves the recipe to the
     settings of the result.
     """
-    if not settings or command not in COMMANDS:
-        return None
     import yaml
 
     values = {name: value for name, value in settings.items() if name not in PLACES}

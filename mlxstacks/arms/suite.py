@@ -1,4 +1,4 @@
-r"""The prompts of an identity run with their rules: read from a file, or made from a persona card.
+r"""Prompts of an identity suite with their rules: read from a file, or made from a persona card.
 
 A file holds `prompts`, a list, or one row a line (JSONL). A row has `category`, `prompt`,
 `required`, `forbidden` (lists of patterns) and, if wanted, an `id`; nothing else. A file may come
@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.arms.settings import DEFAULT_SUITE, PersonaCard
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.expressions import compile_expression
 from mlxstacks.files.strict_json import json_sha256, parse_object
-from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item
 
 RULES = (
@@ -162,6 +163,26 @@ def suite_text(suite: Suite) -> str:
     """A suite as a JSON file that `open_suite` reads again. Law: its hash is the same."""
     rows = [prompt.as_json() for prompt in suite]
     return json.dumps({"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
+
+
+def judged(prompt: SuitePrompt, reply: str) -> Answer:
+    """A reply with its verdict, as an answer to `as_items`."""
+    verdict = prompt.verdict(reply)
+    return Answer(
+        prompt.prompt_id, prompt.category, PASSES, PASSES if verdict.passed else FAILS,
+        verdict.reason, 2, reply,
+    )  # fmt: skip
+
+
+def check_verdicts(arm: str, answers: Sequence[Answer], suite: Suite) -> None:
+    """Raises: InputError where a verdict that was written down is not that of its reply."""
+    prompts = {prompt.prompt_id: prompt for prompt in suite}
+    for answer in answers:
+        if judged(prompts[answer.item_id], answer.text) != answer:
+            raise InputError(
+                f"{arm}: the verdict on prompt {answer.item_id} ({answer.rule!r:.60}) is not what "
+                "the rules say of its reply; --no-resume asks again"
+            )
 
 
 # --- the rules of a reply -------------------------------------------------------------------------
