@@ -298,7 +298,7 @@ def stack_compare(model: str | Path | None = None, *, data: str | Path | None = 
     save_path: str | Path | None = None, question: str = 'Which settings give the lower loss?',
     arms: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     seeds: int | Sequence[int] = (0, 1, 2), run: Mapping[str, Any] = ...,
-    equal: Literal['parameters', 'steps', 'rows'] | Sequence[Literal['parameters', 'steps', 'rows']] = ('parameters', 'steps', 'rows'),
+    equal: Literal['parameters', 'steps', 'tokens'] | Sequence[Literal['parameters', 'steps', 'tokens']] = ('parameters', 'steps', 'tokens'),
     tolerance: float = 0.01,
     primary: Literal['task_loss', 'ungated', 'ungated_earlier', 'isolated'] = 'task_loss',
     margin: float = 0.02, confidence: float = 0.95, retry: bool = False, resume: bool = True,
