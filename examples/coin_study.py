@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scipy.stats import fisher_exact
 
+from mlxstacks.settings import Count, Probability
 from mlxstacks.stats import share
 from mlxstacks.study.document import Columns, Plot, Series, Table
 from mlxstacks.study.engine import OwnStudy, RunSettings, Step, main
@@ -22,8 +23,8 @@ ARMS = {"fair": 0.5, "loaded": 0.65}
 
 
 class CoinSettings(RunSettings):
-    tosses: int = 400
-    alpha: float = 0.05
+    tosses: Count = 400
+    alpha: Probability = 0.05
 
 
 class CoinStudy(OwnStudy):

@@ -209,16 +209,40 @@ def _command(
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
             assert resolved.target is not None
-            return Result.open(resolved.target)
+            return _said_in_python(name, Result.open(resolved.target))
         try:
-            return _called(name, resolved, progress, dry_run, recipe is not None)
+            return _said_in_python(
+                name, _called(name, resolved, progress, dry_run, recipe is not None)
+            )
         except OtherRunError as error:
             if not resolved.forced or "resume" in resolved.settings.model_fields_set:
                 raise
             differing = str(error).rpartition("\n")[0]
             warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
         settings = resolved.settings.model_copy(update={"resume": False})
-        return _called(name, replace(resolved, settings=settings), progress, dry_run, bool(recipe))
+        return _said_in_python(
+            name,
+            _called(name, replace(resolved, settings=settings), progress, dry_run, bool(recipe)),
+        )
+
+
+def _said_in_python(name: str, result: Any) -> Any:
+    """A result whose verdict, notes and next steps name keywords and calls. Its files, and so its
+    seal, have the words of the command line.
+    """
+    from mlxstacks.study.result import Result
+
+    if not isinstance(result, Result):
+        return result
+    keywords = keywords_of(name)
+    steps = result.next_steps.items()
+    return result.model_copy(
+        update={
+            "verdict": in_keywords(result.verdict, keywords),
+            "notes": tuple(in_keywords(note, keywords) for note in result.notes),
+            "next_steps": {step: in_keywords(call, keywords) for step, call in steps},
+        }
+    )
 
 
 @contextmanager

@@ -563,3 +563,13 @@ def test_a_prompt_may_be_messages_or_tokens(nano: tuple[Any, Any]) -> None:
     for wrong in ([], [True], [{"role": "user"}], [{"role": "assistant", "content": "x"}], [-1]):
         with pytest.raises(InputError, match="prompt: got"):
             untyped.generate(*nano, wrong)
+
+
+def test_a_result_is_plain_text_and_names_keywords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks set it
+    options = {"requant": "promote", "target_correlation": 0.9999, "judge": "none"}
+    result = ms.fuse(save_path=tmp_path / "fused", **options)  # type: ignore[arg-type]
+    assert any("requant='dequantize' does better" in note for note in result.notes)
+    assert "\x1b" not in str(result)

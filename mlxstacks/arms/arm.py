@@ -12,11 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.arms.scoring import Pair, pair_scorer
 from mlxstacks.arms.settings import AnswerSettings, Scoring
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.errors import InputError
-from mlxstacks.evaluate import ChoiceItem, choose, normalised, score_continuations
+from mlxstacks.evaluate import ChoiceItem, choose, normalised
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
@@ -33,6 +34,8 @@ INSTRUCTION = (
     "justification."
 )
 
+_BATCH_SIZE = 64  # candidates at once, of eval's default
+
 
 class Arm:
     """A loaded model that answers, greedily. Each arm is loaded again, also where two are the same
@@ -42,10 +45,11 @@ class Arm:
     def __init__(self, model: Path, settings: AnswerSettings, adapter: Path | None = None):
         self.settings, self.rendering = settings, Rendering.of(settings)
         self.model: nn.Module
-        self.model, self.tokenizer, _ = base_model.load(model, adapter)
+        self.model, self.tokenizer, config = base_model.load(model, adapter)
         # A LoRA's base is widened as a plain one is; its factors are float32 as they are.
         prepare_base(self.model, settings.train.base, [])
         mx.eval(self.model.parameters())
+        self.scorer = pair_scorer(self.model, config, _BATCH_SIZE)
 
     def replies(self, prompts: Sequence[str]) -> list[str]:
         """The answers to users' turns, each of at most `max_tokens`."""
@@ -57,8 +61,10 @@ class Arm:
 
     def score(self, items: Sequence[ChoiceItem]) -> list[list[float]]:
         """Of each candidate the sum of log p of its tokens."""
+        pairs = [Pair(item.context, tokens) for item in items for tokens in item.continuations]
         with evaluating(self.model), base_model.gated_delta_installed():
-            return score_continuations(self.model, items)
+            sums = iter(self.scorer.sums(pairs))
+        return [[next(sums) for _ in item.continuations] for item in items]
 
     def answer(self, items: Sequence[Item]) -> list[Answer]:
         """An answer to each item, in order: a letter in the reply, or the likeliest option."""

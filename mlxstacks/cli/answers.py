@@ -83,14 +83,16 @@ def wrapped(pieces: Iterable[str], width: int) -> Iterator[str]:
         yield blanks
 
 
-def status_line(turn: "Turn") -> str:
-    """One line about an answer: weights, loads, tokens and speed, the cache, marks."""
+def status_line(turn: "Turn", alone: bool = False) -> str:
+    """One line about an answer: weights, loads, tokens and speed, the cache, marks. alone: there is
+    a model and nothing beside it, so nothing to say of what answered.
+    """
     answer = turn.answer
     speed = answer.tokens_per_second
     said = f"{answer.tokens} tokens" + ("" if speed is None else f", {speed:.3g}/s")
     kept = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens cached"
-    return " | ".join(filter(None, [weights_in_words(answer), _loads(answer), said, kept,
-                                    *answer.marks]))  # fmt: skip
+    who = "" if alone else weights_in_words(answer)
+    return " | ".join(filter(None, [who, _loads(answer), said, kept, *answer.marks]))
 
 
 def weights_in_words(answer: "Answer") -> str:

@@ -123,7 +123,9 @@ class Chat:
         if answering.turn is None:
             self.say("Stopped before the first token; the question is forgotten.")
         else:
-            self.say(answers.status_line(answering.turn), style="dim")
+            self.say(
+                answers.status_line(answering.turn, self.conversation.engine.alone), style="dim"
+            )
 
     def compare(self, text: str, *, again: bool = False, record: bool = False) -> None:
         """Answers of base, ungated and routed: streamed under their names, or, in a wide terminal,

@@ -25,8 +25,10 @@ def greeting(settings: "ChatSettings", conversation: "Conversation") -> str:
     domains = engine.domains
     parts = f"; domains {', '.join(domains)}" if domains else ""
     parts += f"; adapter {', '.join(engine.adapters)}" if engine.adapters else ""
-    how = f"pinned {', '.join(conversation.pins)}" if conversation.pins else conversation.mode
-    return f"{Path(name).name}{parts}; {how}. /help lists commands."
+    if not engine.alone:
+        pins = ", ".join(conversation.pins)
+        parts += f"; pinned {pins}" if pins else f"; {conversation.mode}"
+    return f"{Path(name).name}{parts}. /help lists commands."
 
 
 def route_table(engine: "RoutedModel", turn: "Turn") -> output.Table:

@@ -70,8 +70,12 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
 
 
 def _say_what_is_kept(resolved: Resolved) -> None:
-    """After Ctrl-C, where the run kept what it had done."""
-    if resolved.target is None or "resume" not in type(resolved.settings).model_fields:
+    """After Ctrl-C, where the run kept what it had done, or that it wrote nothing."""
+    if resolved.target is None:
+        return
+    if "resume" not in type(resolved.settings).model_fields:
+        if not resolved.target.exists():
+            output.note(f"\nNothing was written to {resolved.target}.")
         return
     from mlxstacks.study.run_directory import work_path
 
@@ -133,6 +137,7 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
 
 def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:
+    from mlxstacks.study.render.words import capital
     from mlxstacks.study.result import RESULT, Result
 
     if resolved.target is not None and (resolved.target / RESULT).is_file():
@@ -146,7 +151,7 @@ def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> 
         console = output.console()
         console.print(f"Already done with these settings: {resolved.target}", markup=False)
         if report.get("verdict"):
-            console.print(str(report["verdict"]), markup=False)
+            console.print(capital(str(report["verdict"])), markup=False)
         console.print("Run it again with --force.", markup=False)
     return _gate(report.get("failed_gate"))
 

@@ -119,7 +119,7 @@ def _answer(
         answering = conversation.ask(job.question, progress=progress)
         answers.write_answer(answering)
     assert answering.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
-    line = answers.status_line(answering.turn)
+    line = answers.status_line(answering.turn, engine.alone)
     if several or settings.compare:
         output.write(f"{line}\n")
     else:

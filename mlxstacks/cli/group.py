@@ -19,7 +19,7 @@ options are the fields of a settings model:
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -266,14 +266,19 @@ _SCALARS: dict[type, click.ParamType] = {
 
 
 class LiteralChoice(click.Choice):
-    """A choice among the values of a Literal, which need not be text; `none` stands for None."""
+    """A choice among the values of a Literal, which need not be text; `none` stands for None.
+    several: `a,b` is a tuple of two.
+    """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any], several: bool = False) -> None:
         self.values = {_spelled(value): value for value in values}
+        self.several = several
         super().__init__(list(self.values))
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = _spelled(value)
+        if self.several and "," in text:
+            return tuple(self.convert(part.strip(), param, ctx) for part in text.split(","))
         if text not in self.values:
             hint = nearest(text, self.values)
             self.fail(f"got {text!r}, allowed: {', '.join(self.values)}{hint}", param, ctx)
@@ -362,7 +367,7 @@ def _option(
         annotation = str
     if get_origin(annotation) is Literal:
         none = [None] if optional and known.default is not None else []
-        kind: click.ParamType = LiteralChoice([*get_args(annotation), *none])
+        kind: click.ParamType = LiteralChoice([*get_args(annotation), *none], multiple)
     elif annotation in _SCALARS:
         kind = _kind(name, annotation)
     elif hasattr(annotation, "model_fields"):
@@ -398,6 +403,11 @@ def _help(known: "FieldInfo", annotation: Any) -> str:
     return f"{text}  [default: {shown if isinstance(shown, str) else default}]".strip()
 
 
+def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        yield from _flat(value) if isinstance(value, tuple) else (value,)
+
+
 def given(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:
     """The settings that were typed (or came from the environment), as plain values.
 
@@ -406,7 +416,7 @@ def given(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:
     """
     typed = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
     values = {
-        name: list(value) if isinstance(value, tuple) else value
+        name: list(_flat(value)) if isinstance(value, tuple) else value
         for name, value in ctx.params.items()
         if ctx.get_parameter_source(name) in typed
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxstacks.data.cleaning import move_rows
 from mlxstacks.data.examples import Example, keep_one
-from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
+from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.data.sources import keyed_hash, read_in_order, read_source, training_parts
 from mlxstacks.data.special_text import special_tokens
 from mlxstacks.errors import InputError
@@ -67,15 +67,18 @@ def read_domains(
     tokens = special_tokens(tokenizer) if tokenizer is not None else ()
     examples: dict[str, dict[str, Example]] = {}
     reports: dict[str, dict[str, Any]] = {}
+    only: dict[str, dict[str, set[str]]] = {}
     for name, settings in domains.items():
-        examples[name], reports[name] = _read_domain(name, settings, root, tokens, progress)
+        examples[name], reports[name], only[name] = _read_domain(
+            name, settings, root, tokens, progress
+        )
     modes = {name: settings.decontaminate for name, settings in domains.items()}
     fixed = {name: {*ids["train"], *ids["validation"]} for name, ids in stored.items()}
     moved = move_rows(examples, modes, domains if trained is None else trained, fixed)
     split = {
         name: apply_split(rows.values(), stored[name], name)
         if name in stored
-        else split_examples(rows.values(), domains[name], name)
+        else _split_by_part(rows.values(), domains[name], name, only[name])
         for name, rows in examples.items()
     }
     left_out = _close_leaks(split, domains, stored)
@@ -103,7 +106,9 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
     reports: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
     hold_out = True
     for listed in settings.sources:
-        parts = training_parts(listed, root)
+        parts: tuple[SourceSettings | None, SourceSettings | None] = training_parts(listed, root)
+        if listed.part is not None:
+            parts = (listed, None) if listed.part == "train" else (None, listed)
         hold_out &= parts[0] == listed or settings.validation_rows is not None
         for part, source in zip(PARTS, parts, strict=True):
             if source is not None:
@@ -152,8 +157,10 @@ def _read_domain(
     root: Path,
     tokens: Collection[str],
     progress: Callable[[str], None] | None,
-) -> tuple[dict[str, Example], dict[str, Any]]:
+) -> tuple[dict[str, Example], dict[str, Any], dict[str, set[str]]]:
+    """(examples by row id, report, part -> row ids that no source has for the other part)."""
     examples: dict[str, Example] = {}
+    by_part: dict[str | None, set[str]] = {None: set(), **{part: set() for part in PARTS}}
     sources = []
     repeated = 0
     for source in settings.sources:
@@ -164,11 +171,47 @@ def _read_domain(
         except InputError as error:
             raise InputError(f"domain {name}: {error}") from error
         repeated += sum(row_id in examples for row_id in rows)
+        by_part[source.part].update(rows)
         for example in rows.values():
             keep_one(examples, example)
         sources.append(report)
     total = repeated + sum(report["duplicates"] for report in sources)
-    return examples, {"sources": sources, "duplicates": total}
+    train, validation = (by_part[part] for part in PARTS)
+    only = {"train": train - validation, "validation": validation - train}
+    return (
+        examples,
+        {"sources": sources, "duplicates": total},
+        {part: rows - by_part[None] for part, rows in only.items()},
+    )
+
+
+def _split_by_part(
+    examples: Iterable[Example],
+    settings: DomainDataSettings,
+    name: str,
+    only: Mapping[str, set[str]],
+) -> Split:
+    """`split_examples` of the rows that may be held out; other ones are trained on, but for those
+    of a held-out prompt or passage. Law: what is held out does not depend on rows of part `train`.
+    """
+    rows = sorted(examples, key=lambda example: example.row_id)
+    if not any(only.values()):
+        return split_examples(rows, settings, name)
+    may_be_held = [row for row in rows if row.row_id not in only["train"]]
+    _, validation = divide(may_be_held, settings)
+    held = _Content(validation)
+    train = [
+        row
+        for row in rows
+        if row.row_id not in only["validation"] and not held.holds(row, settings)
+    ]
+    if not train or not validation:
+        empty = "validation" if train else "training"
+        raise InputError(
+            f"domain {name}: no {empty} row is left ({len(may_be_held)} of {len(rows)} rows may be "
+            "held out); give its sources another part, or set validation_rows"
+        )
+    return train, validation
 
 
 def _close_leaks(

@@ -381,14 +381,14 @@ def _fitting(keys: frozenset[str], formats: dict[str, Format]) -> list[str]:
     if "messages" in keys and "text" in names and len(names) > 1:
         names.remove("text")
     if not names:
-        known = "; ".join(f"{name}: {form.describe()}" for name, form in formats.items())
+        known = "".join(f"\n  {name}: {form.describe()}" for name, form in formats.items())
         lower = {key: key.strip().lower() for key in sorted(keys)}
         renamed = [f"{key} to {name}" for key, name in lower.items() if key != name]
         fits = renamed and any(form.fits(frozenset(lower.values())) for form in formats.values())
         raise InputError(
             f"no format fits the keys {sorted(keys)}; "
             + (f"case counts, rename {', '.join(renamed)}; or " if fits else "")
-            + f"write rows with the keys of one, such as prompt and completion. Known are {known}"
+            + f"write rows with the keys of one, such as prompt and completion. Known are{known}"
         )
     return names
 

@@ -41,6 +41,11 @@ class SourceSettings(Settings):
     seed: int | None = Field(
         None, ge=0, description="of the draw under a cap; default: the domain's seed"
     )
+    part: Literal["train", "validation"] | None = Field(
+        None,
+        description="in training, rows only to train on, or only to hold validation rows out of; "
+        "default: both",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -49,6 +49,8 @@ from mlxstacks.files.disk import (
 )
 from mlxstacks.resources import NAMES, resource_dir
 
+# Settings that say where a run writes and how it goes on, not what comes of it.
+PLACES = {"force", "save_path", "resume"}
 MARK = ".mlxstacks.json"
 _WRITER = "mlxstacks"
 _MOST_BYTES = 64_000_000

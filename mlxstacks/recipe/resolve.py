@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import read_mark
+from mlxstacks.files.outputs import PLACES, read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
-# Where a run writes and how it resumes, not what comes of it.
-_OF_THE_PLACE = ("force", "save_path", "resume")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,8 @@ def resolve(
                 f"give all of {key} with --set"
             )
     values = merge(merge(recipe.values if recipe else {}, pairs), options)
-    if recipe is None and row.nano_recipe and not any(values.get(key) for key in row.nano):
+    inputs = (*row.nano, row.alone) if row.alone else tuple(row.nano)
+    if recipe is None and row.nano_recipe and not any(values.get(key) for key in inputs):
         values = merge(load_recipe(row.nano_recipe).values, values)
     settings_class = load(row.settings)
     writes = "save_path" in settings_class.model_fields
@@ -150,7 +149,7 @@ def _other_plan(name: str, resolved: Resolved) -> list[str]:
         return []
     now = resolved.settings.model_dump(mode="json")
     old, new = (
-        {key: value for key, value in settings.items() if key not in _OF_THE_PLACE}
+        {key: value for key, value in settings.items() if key not in PLACES}
         for settings in (report["settings"], now)
     )
     return what_differs(old, new)
@@ -289,6 +288,8 @@ def _with_nano(
 
     Raises: InputError when a model of the user's own needs something that only nano has.
     """
+    if row.alone and getattr(settings, row.alone) is not None:
+        return settings, ()
     # An empty text is no omission but an unset variable of a shell: it must not become nano.
     empty = tuple(key for key in row.nano if getattr(settings, key) in (None, ()))
     if not empty:
@@ -354,9 +355,7 @@ def _report_in(name: str, resolved: Resolved) -> tuple[dict[str, Any], float]:
 def _made_by(report: Mapping[str, Any], resolved: Resolved) -> bool:
     """Whether the settings made it, but for what says where a run writes and how it resumes."""
     both = (report["settings"], resolved.settings.model_dump(mode="json"))
-    first, second = (
-        {k: v for k, v in settings.items() if k not in _OF_THE_PLACE} for settings in both
-    )
+    first, second = ({k: v for k, v in settings.items() if k not in PLACES} for settings in both)
     return bool(first == second)
 
 

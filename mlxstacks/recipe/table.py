@@ -28,6 +28,7 @@ class Command:
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
     nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
+    alone: a setting that stands for all inputs: with it nothing of nano is taken.
     conclude_again: result, directory with its files -> the result that follows from them; of
         studies whose conclusion needs neither model nor data.
     prepare: settings, dry run -> settings with what of nano belongs to them, and further arguments
@@ -45,6 +46,7 @@ class Command:
     report: str | None = None
     extends: bool = False
     nano_recipe: str | None = None
+    alone: str | None = None
     prepare: str | None = None
     conclude_again: str | None = None
 
@@ -189,6 +191,7 @@ COMMANDS: dict[str, Command] = {
         },
         optional=("adapter_path", "store_path", "data"),
         nano_recipe="eval-nano",
+        alone="regrade",
         report="result.json",
     ),
     "report": Command(

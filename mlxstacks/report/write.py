@@ -12,8 +12,8 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, mark_bare, staged_directory
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.resolve import OUT
+from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.report.find import Source, find_sources
-from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.study.document import Columns, Plot, Table, Text
 from mlxstacks.study.render.figures import write_figures
@@ -25,6 +25,7 @@ from mlxstacks.study.render.html import (
     picture,
 )
 from mlxstacks.study.render.words import clean, listed, nbytes
+from mlxstacks.study.repeat import Recipe, recipe_of
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result
 
@@ -143,7 +144,8 @@ def planned_report(
     columns: Columns = dict.fromkeys(("run", "kind", "outcome", "standing"), "text")
     rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
     table = Table.of("runs", "Results", columns, rows)
-    verdicts = [Text(title=r["name"], paragraphs=(r["verdict"],)) for r in runs if r["verdict"]]
+    verdicts = [Text(title=r["name"], paragraphs=(r["verdict"], *_marked(r["reasons"])))
+                for r in runs if r["verdict"]]  # fmt: skip
     return Result(
         kind="report", title=settings.title, status="planned", notes=tuple(notes),
         data={"runs": runs},
@@ -152,6 +154,10 @@ def planned_report(
         outcome=f"{len(runs)} result{'' if len(runs) == 1 else 's'}, {marks} exploratory",
         directory=str(user_path(settings.save_path or "")),
     )  # fmt: skip
+
+
+def _marked(reasons: Sequence[str]) -> list[str]:
+    return [f"EXPLORATORY: {reason}" for reason in reasons]
 
 
 def _slugs(names: Sequence[str]) -> list[str]:
@@ -201,7 +207,8 @@ def _draw(
 
 
 def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Picture]) -> Section:
-    recipe = recipe_of(source.result.kind, source.result.settings)
+    kind, settings = source.result.kind, source.result.settings
+    recipe = recipe_of(kind, settings) if settings and kind in COMMANDS else None
     repeat: dict[str, str] = {}
     if recipe is not None:
         repeat = _repeat(recipe, f"{RECIPES}/{slug.removeprefix('run-')}.yaml")

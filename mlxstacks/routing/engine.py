@@ -165,6 +165,11 @@ class RoutedModel:
         self._thread = threading.current_thread()
 
     @property
+    def alone(self) -> bool:
+        """Whether the model has neither stacks nor adapters beside it."""
+        return self.store is None and not self.adapters
+
+    @property
     def domains(self) -> tuple[str, ...]:
         """Domains that can answer, in the order of the store."""
         return self.resident.domains if self.resident is not None else ()

@@ -159,6 +159,34 @@ class MetaRouter(nn.Module):
         return self.logit(hidden)
 
 
+class SimilarityNetwork(nn.Module):
+    """Logits without training: of the cosine between a prompt's mean feature and each domain's.
+
+    centroids: (n, D) float32, the mean feature of each domain's prompts. Their mean is taken off
+    both first, since features of one model mostly point one way. A score, the sigmoid of a logit,
+    is this cosine where it is above 0, and next to 0 elsewhere.
+    """
+
+    _SMALLEST = 1e-6
+
+    def __init__(self, centroids: mx.array) -> None:
+        super().__init__()
+        self.centre = mx.mean(centroids, axis=0)  # (D,)
+        self.centroids = _unit(centroids - self.centre)
+
+    def __call__(self, x: mx.array, mask: mx.array, key: mx.array | None = None) -> mx.array:
+        """Features x (B, S, D) float32, mask (B, S) bool -> logits (B, n) float32."""
+        kept = mx.where(mask[..., None], x, 0)
+        mean = mx.sum(kept, axis=1) / mx.sum(mask, axis=1, keepdims=True)  # (B, D)
+        cosines = _unit(mean - self.centre) @ self.centroids.T  # (B, n)
+        scores = mx.clip(cosines, self._SMALLEST, 1 - self._SMALLEST)
+        return mx.log(scores / (1 - scores))
+
+
+def _unit(x: mx.array) -> mx.array:
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
 def parameter_count(input_dims: int, num_domains: int, hidden_dims: int = 512) -> int:
     """Numbers in a router: h D + h n + 3 h^2 + 13 h + 2."""
     h = hidden_dims
@@ -192,13 +220,24 @@ class PromptRouter:
 
     def __init__(
         self,
-        network: MetaRouter,
+        network: MetaRouter | SimilarityNetwork,
         header: RouterHeader,
         features: PromptFeatures,
         notes: Sequence[str] = (),
     ) -> None:
         self.network, self.header, self.features = network, header, features
         self.notes = tuple(notes)
+
+    def by_similarity(self, prompts: Mapping[str, Sequence[str]]) -> "PromptRouter":
+        """A router on the same features and with the same threshold, without training: see
+        `SimilarityNetwork`. prompts: of each of its domains, some that are known to be of it.
+        """
+        centroids = [
+            np.mean([self.features.pooled(f) for f in self.features.of(prompts[name])], axis=0)
+            for name in self.domains
+        ]
+        network = SimilarityNetwork(mx.array(np.stack(centroids)))
+        return PromptRouter(network, self.header, self.features)
 
     @property
     def domains(self) -> tuple[str, ...]:

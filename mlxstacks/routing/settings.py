@@ -177,6 +177,11 @@ class RouterTrainSettings(RouteSettings):
     oracle_only: bool = Field(
         False, description="Use only examples whose outcome was discovered, no plain labels."
     )
+    labels_only: bool = Field(
+        False,
+        description="Take the label of every example for its target, whatever was discovered: the "
+        "control of a router trained on outcomes.",
+    )
     discovered_weight: float = Field(
         1.0, gt=0, description="How much such an example counts in the loss; a plain label: 1."
     )
@@ -212,6 +217,12 @@ class RouterTrainSettings(RouteSettings):
         42, ge=0, lt=2**64, description="Of first weights, dropout, order of examples, and split."
     )
     force: Force = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.labels_only and self.oracle_only:
+            raise ValueError("labels_only and oracle_only leave no target: set one of them")
+        return self
 
 
 # --- gaps -----------------------------------------------------------------------------------------

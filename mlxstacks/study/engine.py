@@ -3,6 +3,7 @@
 Until it is done a run lives in `.NAME.work` next to its target NAME:
 
     plan.json      what was fixed before the first step; a run with another plan is refused
+    settings.json  the settings of that plan
     steps.json     SHA-256 of each file that a finished step wrote
     ...            what the steps wrote
 
@@ -11,6 +12,7 @@ not killed; a file of a finished step that was changed is refused; nothing appea
 before all of it does.
 """
 
+import inspect
 import json
 import shutil
 import sys
@@ -18,24 +20,31 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from mlxstacks.errors import InputError, StoreError
+from mlxstacks.errors import InputError, OtherRunError, StoreError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.outputs import PLACES, check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.settings import Settings
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory, keep_parts, what_differs, work_path
+from mlxstacks.study.run_directory import (
+    IDENTITY,
+    RunDirectory,
+    check_same,
+    keep_parts,
+    what_differs,
+    work_path,
+)
 from mlxstacks.study.write import environment, write_result
 
-STEPS = "steps.json"
+STEPS, SETTINGS = "steps.json", "settings.json"
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,9 @@ class Study(ABC):
     """What a study says for the engine to run it.
 
     settings: a pydantic model, with the target. inputs: models and data, which the target may not
-    be or hold. artifacts: files and directories of the work directory that the target keeps, as
-    relative paths; those that are not there are passed over. provenance: which files of the target
-    the result is made from, as patterns of `Path.glob`. plot_formats: of the plots' files. part:
+    be or hold. artifacts: files and directories of the work directory that the target keeps;
+    provenance: those that the result is made from; both as patterns of `Path.glob`, which never
+    mean the engine's own files. plot_formats: of the plots' files. part:
     ends the work directory's name where a part of the study has to share nothing with the whole.
     """
 
@@ -129,8 +138,7 @@ class OwnStudy(Study):
         return {}
 
     def planned(self) -> Result:
-        exclude = {"save_path", "force", "resume"}
-        settings = self.settings.model_dump(mode="json", exclude=exclude)
+        settings = self.settings.model_dump(mode="json", exclude=PLACES)
         return self._head(status="planned", settings=settings, plan={**settings, **self.plan()})
 
     def result(self, **fields: Any) -> Result:
@@ -173,25 +181,57 @@ def run_study(
     try:
         work = directory.path
         if planned.plan is not None:
-            results = [path for pattern in study.provenance for path in work.glob(pattern)]
-            keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}", results)
+            _keep_plan(work, planned, study.provenance)
         for step in study.steps(work):
             run_step(step, work, planned.plan_sha256)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
+        versions = {**result.environment.versions, **_source(study)}
+        about = result.environment.model_copy(update={"versions": versions})
+        result = result.model_copy(update={"environment": about})
         with staged_directory(target, force=settings.force) as staged:
-            paths = [name for name in (PLAN, *study.artifacts) if (work / name).exists()]
-            keep_parts(
-                work, staged,
-                [name for name in paths if (work / name).is_dir()],
-                [name for name in paths if (work / name).is_file()],
-            )  # fmt: skip
-            sources = {p for pattern in (PLAN, *study.provenance) for p in staged.glob(pattern)}
+            kept = [path for path in (work / PLAN, *_found(work, study.artifacts)) if path.exists()]
+            directories, files = (
+                [str(path.relative_to(work)) for path in kept if path.is_dir() == is_dir]
+                for is_dir in (True, False)
+            )
+            keep_parts(work, staged, directories, files)
+            sources = {*staged.glob(PLAN), *_found(staged, study.provenance)}
             result = write_result(result, staged, target, study.plot_formats, sources)
         directory.remove()
     finally:
         directory.close()
     return result
+
+
+def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
+    """Raises: InputError as `keep_plan`; where the settings differ it names these alone: a plan has
+    much that follows from them.
+    """
+    assert planned.plan is not None
+    settings = {k: v for k, v in planned.settings.items() if k not in PLACES}
+    what = f"{planned.kind} results"
+    try:
+        keep_plan(work / PLAN, planned.plan, what, _found(work, provenance))
+    except OtherRunError:
+        if (work / SETTINGS).is_file():
+            before = read_object((work / SETTINGS).read_bytes())
+            check_same(work, f"{what} with other settings", before, settings)
+        raise
+    write_json(work / SETTINGS, settings)
+
+
+def _found(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files and directories that patterns name, but those of the engine; a name finds itself."""
+    found: list[Path] = []
+    for pattern in patterns:
+        exact = directory / pattern
+        found += [exact] if exact.exists() else sorted(directory.glob(pattern))
+    return list(dict.fromkeys(path for path in found if not _is_own(path.relative_to(directory))))
+
+
+def _is_own(path: PurePath) -> bool:
+    return path.parts[0].startswith(".") or str(path) in (PLAN, SETTINGS, STEPS, IDENTITY)
 
 
 def main(
@@ -214,9 +254,15 @@ def main(
     try:
         if not words or words[0][:1] == "-" or not all(equals for _, equals, _ in pairs):
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
-        values = {key: value for key, _, value in pairs} | {"save_path": words[0]}
+        values = {key: _parsed(key, value) for key, _, value in pairs} | {"save_path": words[0]}
         given = study(settings.model_validate(values))
-        result = _read_finished(given) or run_study(given)
+        if (result := _read_finished(given)) is None:
+            result = run_study(given)
+        else:
+            write(f"Already done with these settings: {result.directory}; force=True runs it again")
+            for file, digest in _source(given).items():
+                if result.environment.versions.get(file, digest) != digest:
+                    write(f"{file} was changed since; this is what it said before", error=True)
     except KeyboardInterrupt:
         write("interrupted; the same call resumes", error=True)
         return 130
@@ -234,8 +280,30 @@ def main(
     return 3 if result.failed_gate else 0
 
 
+def _parsed(key: str, text: str) -> Any:
+    """`[a, b]` and `{a: 1}` as YAML; other text is pydantic's to read. Raises: InputError."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text) if text[:1] in ("[", "{") else text
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", error)
+        raise InputError(f"{key}={text}: no YAML list or mapping: {problem}") from None
+
+
+def _source(study: Study) -> dict[str, str]:
+    """File of a study of one's own -> its digest; none where the code lies in no file."""
+    if not isinstance(study, OwnStudy):
+        return {}
+    try:
+        path = Path(inspect.getfile(type(study)))
+        return {path.name: file_sha256(path)[:16]}
+    except (OSError, TypeError):
+        return {}
+
+
 def _usage(settings: type[RunSettings]) -> Iterator[str]:
-    yield "usage: SAVE_PATH [KEY=VALUE...]"
+    yield f"usage: python {Path(sys.argv[0]).name} SAVE_PATH [KEY=VALUE...]"
     for name, field in settings.model_fields.items():
         if name != "save_path":
             default = "" if field.is_required() else f" (default {field.get_default()})"

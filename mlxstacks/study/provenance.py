@@ -66,7 +66,7 @@ def check_provenance(directory: Path, provenance: Mapping[str, Any]) -> Checked:
                     )
                 _compare(file, entry)
         except ValueError as error:
-            other.append(f"{name} is not what the report was made from: {error}")
+            other.append(f"{name} is not what the result was made from: {error}")
     same = len(provenance) - len(other) - len(missing)
     return Checked(same, tuple(other), tuple(missing))
 

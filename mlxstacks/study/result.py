@@ -150,8 +150,8 @@ class Result(Document):
             return cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
             raise InputError(
-                f"{file}: no result that can be read: {clean(str(error), 300)}; run its command "
-                "again, or leave it out"
+                f"{file}: no result that can be read: {clean(str(error), 300)}; give the directory "
+                "that a command wrote, or run it again"
             ) from None
 
     @classmethod
@@ -166,6 +166,8 @@ class Result(Document):
 
     def checked(self, directory: Path) -> "Result":
         """This result beside what lies in its directory now. Raises: as `check_provenance`."""
+        from mlxstacks.study.plan import Standing as PlanStanding
+
         reasons, notes = list[str](), list[str]()
         told = {}
         if self.seal != self.digest():
@@ -176,14 +178,17 @@ class Result(Document):
         files = check_provenance(directory, self.provenance)
         if files.other:
             reasons.append(_beginning(files.other))
-        if files.same:
-            notes.append(f"Read again: {files.same:,} files behind it, as they were when made.")
+        if files.same and not files.other:
+            plural = "" if files.same == 1 else "s"
+            notes.append(f"Read again: {files.same:,} file{plural} behind it, as when it was made.")
         if files.missing:
             reasons.append(f"what it was made from is not next to it: {_beginning(files.missing)}")
         standing = self.standing
         if reasons:
             reasons = [*standing.reasons, *reasons]
             standing = Standing(status="exploratory", reasons=tuple(dict.fromkeys(reasons)))
+            planned, now = (PlanStanding(why).in_words() for why in ((), standing.reasons))
+            told.setdefault("verdict", self.verdict.replace(planned, now))
         return self.model_copy(
             update={
                 "standing": standing, "notes": (*self.notes, *notes), "directory": str(directory),

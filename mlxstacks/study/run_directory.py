@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
 RECIPE = "recipe.yaml"
-_NOT_OF_A_RECIPE = {"force", "save_path", "resume"}
 
 
 class RunDirectory:
@@ -178,13 +177,12 @@ def keep_parts(
 
 
 def write_recipe(directory: Path, command: str, settings: "BaseModel") -> None:
-    """recipe.yaml: `mlxstacks run` on it makes the same run again. What is none is written too: not
-    every default is.
+    """recipe.yaml: `mlxstacks run` on it makes the same run again, on any machine that has what it
+    names. What is none is written too: not every default is.
     """
-    import yaml
+    from mlxstacks.study.repeat import recipe_of
 
-    values = settings.model_dump(mode="json", exclude=_NOT_OF_A_RECIPE)
-    text = yaml.safe_dump({"command": command, **values}, sort_keys=False, allow_unicode=True)
+    text = recipe_of(command, settings.model_dump(mode="json")).text
     (directory / RECIPE).write_text(text, encoding="utf-8")
 
 

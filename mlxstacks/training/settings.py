@@ -332,6 +332,12 @@ class StackRunSettings(Settings):
         description="What the forgetting matrix shows: every stack on, those up to the domain's "
         "own, or its own alone. Repeatable.",
     )
+    sample_prompts: int = Field(
+        0,
+        ge=0,
+        description="Validation prompts, of all domains by turns, that are answered in each mode "
+        "after each domain (published: 5).",
+    )
     grad_checkpoint: bool = Field(
         False, description="Compute layers again for their gradient: less memory, more time."
     )

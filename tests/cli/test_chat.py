@@ -138,7 +138,7 @@ def test_line_without_an_end_is_refused(
     monkeypatch.setattr(chat_input, "MOST_CHARACTERS", 50)
     piped(monkeypatch, b"short\n" + b"x" * 60 + b"\n")
     code, out, err = command(*command_line(places))
-    assert (code, "more than 50 characters" in err, out.count("base | ")) == (2, True, 1), err
+    assert (code, "more than 50 characters" in err, out.count(" tokens, ")) == (2, True, 1), err
 
 
 def test_router_for_other_stacks_is_a_store_error(

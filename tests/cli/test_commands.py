@@ -39,6 +39,7 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
         (["toy", "--set", "fail=compiler"], 1, "MLX could not compile a kernel in /"),
         (["toy", "--set", "fail=path"], 2, "xxx: File name too long; look at that path"),
         (["toy", "--set", "fail=interrupt"], 130, "interrupted"),
+        (["eval", "--arms", "base,fusd"], 2, "got 'fusd', allowed: base, adapter, "),
         (["toy", "--set", "fail=gate"], 3, "Gate not met: 0.3 is below 0.5"),
         (["toy", "--kind", "fancier"], 2, "did you mean 'fancy'?"),
         (["toy", "--bits", "7"], 2, "got '7', allowed: 3, 4, none"),
@@ -227,7 +228,7 @@ def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, com
     assert (code, "toy made" in out) == (0, True)
     assert (read_mark(recipe.parent / "mlxstacks-out" / "mine") or {})["bare_run"]
     code, out, _ = command("run", "mine.yaml")
-    assert (code, "Already done" in out, "made" in out) == (0, True, True)
+    assert (code, "Already done" in out, "Made" in out) == (0, True, True)
     assert json.loads(command("run", "mine.yaml", "--json")[1])["already_done"] is True
     assert "toy made" in command("run", "mine.yaml", "--set", "count=5")[1]
     # a result with a plan is replaced when that is asked for

@@ -68,7 +68,7 @@ def test_fuse_and_train(place: Path, paste: Run) -> None:
     assert out, err
     assert out.splitlines()[-1].startswith("Verdict: ") or "Verdict: " in out
     chat, _ = run_steps(paste, out, ["mlxstacks chat", "mlx_lm.convert"])
-    assert "it is fused; base" in chat
+    assert "it is fused." in chat
     write_rows(place / "my data/train.jsonl", domain_rows("alpha", 4))
     _, out, err = paste("mlxstacks train --model 'my model' --data 'my data' --iters 1 --rank 2 "
                         "--keys q_proj --save-path \"it's new\"")  # fmt: skip

@@ -243,3 +243,31 @@ def test_an_answer_reads_as_it_was_where_it_fits() -> None:
     assert "".join(wrapped([code], 40)) == code
     lines = "".join(wrapped(["It has resilience", ", perseverance."], 20)).split("\n")
     assert lines == ["It has resilience,", "perseverance."]
+
+
+NUMBERS = st.floats(0, 1).map(lambda value: f"{value:.5f}")
+WORDS = st.sampled_from(
+    ["better", "no difference shown", "routed - ungated", "12 switch_mlp.down_proj", "+2.3"]
+)
+INTERVALS = st.tuples(*[st.integers(-99, 99)] * 3).map(lambda n: f"{n[0]} ({n[1]} to {n[2]})")
+HEADS = st.sampled_from(["p (Holm)", "points, 95%", "delta/step", "outcome", "share (95%)"])
+
+
+@given(
+    st.lists(st.tuples(HEADS, st.sampled_from([NUMBERS, WORDS, INTERVALS])), min_size=1, max_size=8)
+    .flatmap(
+        lambda columns: st.tuples(
+            st.just([head for head, _ in columns]),
+            st.lists(st.tuples(WORDS, *[kind for _, kind in columns]), min_size=1, max_size=3),
+        )
+    ),
+    st.integers(40, 120),
+)  # fmt: skip
+def test_no_number_of_a_table_is_cut_and_no_line_is_too_long(
+    drawn: tuple[list[str], list[tuple[str, ...]]], width: int
+) -> None:
+    heads, rows = drawn
+    text = printed(output.table(["name", *heads], rows), width)
+    assert max(map(len, text.splitlines())) <= width
+    words = (word.strip("()") for row in rows for cell in row for word in cell.split())
+    assert all(word in text for word in words if len(word) < 10)

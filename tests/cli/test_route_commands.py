@@ -23,7 +23,7 @@ def test_explain(places: Places, work_dir: Path, command: Run) -> None:
     own = ("--store-path", str(places.store), "--model", str(places.model))
     code, out, err = command("route", "explain", "red blue", *own, "--answer", "blue")
     assert code == 0, err
-    assert "Verdict: answered with" in out
+    assert "Verdict: Answered with" in out
     assert "oracle" in out
     code, out, _ = command("route", "explain", "red blue", *own, "--json")
     assert (code, set(json.loads(out)["data"]["scores"])) == (0, {"alpha", "beta"})
@@ -67,7 +67,7 @@ def test_check(places: Places, work_dir: Path, command: Run) -> None:
 
 def test_gaps_are_groups_as_a_table_or_json(work_dir: Path, command: Run) -> None:
     code, out, _ = command("route", "gaps")  # nothing was logged yet
-    assert (code, "Verdict: no gap events" in out) == (0, True)
+    assert (code, "Verdict: No gap events" in out) == (0, True)
     code, _, err = command("route", "gaps", "mine.jsonl")
     assert (code, "no log of gaps" in err) == (2, True)
     log = GapLog("mine.jsonl")

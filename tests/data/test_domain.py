@@ -52,6 +52,57 @@ def ids_of(examples: list[Example]) -> list[str]:
     return [example.row_id for example in examples]
 
 
+# --- parts of sources ---------------------------------------------------------------------------
+
+
+@given(
+    numbers=st.sets(st.integers(0, 40), min_size=4), noise=st.sets(st.integers(0, 40), min_size=1)
+)
+def test_rows_to_train_on_change_nothing_that_is_held_out(
+    tmp_path_factory: pytest.TempPathFactory, numbers: set[int], noise: set[int]
+) -> None:
+    root = tmp_path_factory.mktemp("parts")
+    write(root / "clean.jsonl", [question(n) for n in sorted(numbers)])
+    write(root / "noisy.jsonl", [question(n, f"{LONG}, but wrong") for n in sorted(noise)])
+    alone = read(root, sources="clean.jsonl", validation_rows=2)
+    mixed = read(
+        root,
+        sources=[
+            {"path": "clean.jsonl", "part": "validation"},
+            {"path": "noisy.jsonl", "part": "train"},
+            *([{"path": "clean.jsonl", "part": "train"}] if len(noise) < 9 else []),
+        ],
+        validation_rows=2,
+    )
+    assert ids_of(mixed.validation) == ids_of(alone.validation)
+    held = {row.prompt_id for row in mixed.validation}
+    assert not held & {row.prompt_id for row in mixed.train}
+    clean = set() if len(noise) >= 9 else {*ids_of(alone.train)}
+    assert clean <= {*ids_of(mixed.train)}
+    assert sum("but wrong" in str(row) for row in mixed.train) == len(mixed.train) - len(clean)
+
+
+def test_train_takes_a_source_for_its_part(tmp_path: Path) -> None:
+    """All rows of it, as of mlx-lm's valid.jsonl."""
+    for name, first in (("clean", 0), ("noisy", 10)):
+        write(tmp_path / f"{name}.jsonl", [question(n) for n in range(first, first + 4)])
+    sources = [{"path": "clean.jsonl", "part": "validation"}, {"path": "noisy.jsonl"}]
+    for part in ("train", None):
+        settings = TrainDataSettings.model_validate(
+            {"sources": [sources[0], sources[1] | {"part": part}]}
+        )
+        data = read_train_data(settings, tmp_path)
+        assert [len(data.train), len(data.validation)] == [4, 4]
+        assert "question 0" in str(data.validation[0])
+
+
+def test_parts_that_leave_a_side_empty_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [question(n) for n in range(5)])
+    for part, side in (("train", "validation"), ("validation", "training")):
+        with pytest.raises(InputError, match=f"d: no {side} row is left"):
+            read(tmp_path, sources=[{"path": "rows.jsonl", "part": part}], validation_rows=2)
+
+
 # --- ids ------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from mlxstacks.study.result import Result
 from tests.tiny_models import random_adapter, write_llama
 
 FIGURES = Fidelity(100, 0.2, 0.5, 0.5, 0.9, 0.8, 0.04, 0.2, 0.1)
-VERDICT = "correlation 0.531 with the trained change, survival 52%, noise 0.83 times that change."
+VERDICT = "Correlation 0.531 with the trained change, survival 52%, noise 0.83 times that change."
 
 
 def report_of(correlations: list[float | None], status: str = "planned") -> FuseReport:

@@ -19,10 +19,10 @@ from mlxstacks.recipe.config_plan import KEYS
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.recipe.table import COMMANDS
-from mlxstacks.report.repeat import NANO_PARTS, READ, Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import RESULT
+from mlxstacks.study.repeat import NANO_PARTS, READ, Recipe, recipe_of
 from tests.report.cases import plots_cut, profile_result, write_run
 
 NAMES = sorted(NANO_PARTS)
@@ -201,8 +201,3 @@ def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
     monkeypatch.chdir(target)
     assert command(again) == 0
     assert json.loads(capsys.readouterr().out)["plan"] is None
-
-
-def test_a_result_without_settings_or_of_no_command_has_no_recipe() -> None:
-    assert recipe_of("fuse", {}) is None
-    assert recipe_of("coin", {"seed": 0}) is None

@@ -56,7 +56,7 @@ def test_a_training_is_marked_where_its_stacks_were_changed_since(tmp_path: Path
     assert "EXPLORATORY" not in page_of(write_run(run, RESULT, training))
     (run / "stacks" / "a-r1.safetensors").write_bytes(b"2")
     page = page_of(run)
-    assert "stacks/a-r1.safetensors is not what the report was made from: it was changed" in page
+    assert "stacks/a-r1.safetensors is not what the result was made from: it was changed" in page
 
 
 def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:

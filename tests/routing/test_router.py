@@ -23,6 +23,7 @@ from mlxstacks.routing.router import (
     ROUTER_FILE,
     MetaRouter,
     PromptRouter,
+    SimilarityNetwork,
     decide,
     first_queries,
     load_prompt_router,
@@ -145,6 +146,21 @@ def test_a_domain_has_the_same_bits_whatever_domains_stand_beside_it(B: int, S: 
         same = min(count, 4)
         assert found.shape == (B, count)
         assert mx.array_equal(found[:, :same], four[:, :same])
+
+
+def test_similarity_is_the_cosine_of_means_without_their_centre() -> None:
+    """Of NumPy; and what stands in padding is not seen."""
+    random = np.random.default_rng(0)
+    centroids, x = random.normal(size=(3, 8)) + 4, random.normal(size=(2, 5, 8)) + 4
+    mask = np.arange(5) < np.array([[5], [3]])
+    network = SimilarityNetwork(mx.array(centroids, mx.float32))
+    logits = network(mx.array(np.where(mask[..., None], x, np.nan), mx.float32), mx.array(mask))
+    centre = centroids.mean(axis=0)
+    for row, length in enumerate((5, 3)):
+        a, b = x[row, :length].mean(axis=0) - centre, centroids - centre
+        cosines = b @ a / np.linalg.norm(a) / np.linalg.norm(b, axis=1)
+        scores = np.array(mx.sigmoid(logits[row]))
+        np.testing.assert_allclose(scores, np.clip(cosines, 1e-6, 1 - 1e-6), atol=1e-5)
 
 
 def test_dropout_acts_by_its_key_alone() -> None:

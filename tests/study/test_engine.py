@@ -176,7 +176,7 @@ def test_another_plan_is_refused_and_may_begin_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _stop_before_the_end(tmp_path, monkeypatch)
-    with pytest.raises(InputError, match=r"another plan; it differs in\n  seed: was 0, now 1"):
+    with pytest.raises(InputError, match=r"other settings; it differs in\n  seed: was 0, now 1"):
         run_study(study(tmp_path, seed=1))
     assert run_study(study(tmp_path, seed=1, resume=False)).settings["seed"] == 1
 
@@ -263,6 +263,23 @@ def test_a_script_ends_as_a_command_does(
         assert script(str(tmp_path / "other")) == code
 
 
+def test_patterns_name_what_steps_wrote_and_lists_are_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Listed(coin.CoinSettings):  # type: ignore[name-defined]
+        names: tuple[str, ...] = ()
+
+    class ByPattern(Quick):
+        artifacts = provenance = ("*.json",)
+
+    assert main(ByPattern, Listed, [str(tmp_path / "coin"), "names=[a, b]", "tosses=9"]) == 0
+    result = Result.open(tmp_path / "coin")
+    assert {*result.provenance} == {"plan.json", "fair.json", "loaded.json"}
+    assert result.settings["names"] == ["a", "b"]
+    assert main(ByPattern, Listed, [str(tmp_path / "x"), "names=[a"]) == 2
+    assert "names=[a: no YAML list" in capsys.readouterr().err
+
+
 def test_a_plan_says_that_a_quick_look_decides_nothing(tmp_path: Path) -> None:
     class Limited(coin.CoinSettings):  # type: ignore[name-defined]
         limit: int = 3
@@ -284,4 +301,5 @@ def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
     write_report(settings)
     page = (tmp_path / "page" / "index.html").read_text()
     assert result.question in page
+    assert "No command of mlxstacks makes this result again" in page
     assert "<svg" in page

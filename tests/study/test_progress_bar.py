@@ -44,9 +44,9 @@ def test_the_time_left_counts_neither_loading_nor_the_first_step(
             bar(step, 10, f"loss {step}")
     # at the pace of the first one it would take 1,000 s
     assert capsys.readouterr().err.splitlines() == [
-        "train: 10%, loss 1, 100 s",
-        "train: 20%, loss 2, 120 s, about 160 s left",
-        "train: 30%, loss 3, 140 s, about 140 s left",
+        "train: 10%, loss 1, 2 min",
+        "train: 20%, loss 2, 2 min, about 3 min left",
+        "train: 30%, loss 3, 2 min, about 2 min left",
     ]
 
 
@@ -87,13 +87,13 @@ def test_a_notebook_draws_one_bar_and_says_that_it_is_done(monkeypatch: pytest.M
     assert shown == [
         '<progress max="1"></progress> train: loading &lt;i&gt;',
         '<progress max="1" value="0.010"></progress> train: 1%, loss 0.1, 1 s',
-        '<progress max="1" value="0.500"></progress> train: 50%, 101 s, about 102 s left',
+        '<progress max="1" value="0.500"></progress> train: 50%, 2 min, about 2 min left',
         "train: done",
     ]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0.2, "0 s"), (199.0, "199 s"), (720.0, "12 min"), (9_000.0, "2.5 h")]
+    ("seconds", "words"), [(0.2, "0 s"), (99.0, "99 s"), (720.0, "12 min"), (9_000.0, "2.5 h")]
 )
 def test_durations_have_one_unit(seconds: float, words: str) -> None:
     assert duration(seconds) == words

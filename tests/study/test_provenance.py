@@ -44,7 +44,7 @@ def test_what_was_changed_is_named(tmp_path: Path, made: dict[str, Any]) -> None
 
     path.write_bytes(whole.replace(b'"pick": 0', b'"pick": 1', 1))
     assert other() == (
-        "answers/a1.jsonl is not what the report was made from: line 2: does not follow from the "
+        "answers/a1.jsonl is not what the result was made from: line 2: does not follow from the "
         "lines above it, so it was changed, or lines were removed, added or moved"
     )
     header, *rows = rows_of(path)
@@ -56,7 +56,7 @@ def test_what_was_changed_is_named(tmp_path: Path, made: dict[str, Any]) -> None
     assert other().endswith("it holds 0 of 3 answers")
     path.write_bytes(whole)
     (tmp_path / "split.json").write_bytes(b"{ }")
-    assert other() == "split.json is not what the report was made from: it was changed"
+    assert other() == "split.json is not what the result was made from: it was changed"
 
 
 def test_a_stranger_s_report_reads_nothing_but_its_own_plain_files(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_result_reads_back_as_it_was_written(run: Path) -> None:
     result = Result.open(run)
     assert result.standing == Standing(status="confirmatory")
-    assert result.notes == ("Read again: 3 files behind it, as they were when made.",)
+    assert result.notes == ("Read again: 3 files behind it, as when it was made.",)
     assert {**result.as_json(), "notes": []} == json.loads((run / RESULT).read_text())
     assert set(result.provenance) == {"plan.json", "answers/control.jsonl", "answers/loaded.jsonl"}
 

@@ -28,6 +28,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.outputs import PLACES
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.stats import bootstrap_ratio
@@ -48,7 +49,6 @@ JUDGE = Path(base_model.__file__).parent / "assets" / "judge.jsonl"
 BASE = "without the adapter"
 REFERENCE = "reference.safetensors"
 _RESAMPLES_SEED = 0
-_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 Figures = dict[str, Any]
 
 
@@ -109,7 +109,7 @@ class _Agreement(Study):
         }  # fmt: skip
         return Result(
             **ABOUT, status="planned", plan=plan, standing=Standing(status="planned"),
-            settings=settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT),
+            settings=settings.model_dump(mode="json", exclude=PLACES),
             blocks=(Table.of_facts("plan", "What is compared", facts),),
         )  # fmt: skip
 

@@ -21,23 +21,22 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.data import Rendering
-from mlxstacks.data.special_text import SignedMarkers, encode_text, end_of
-from mlxstacks.errors import InputError
-from mlxstacks.layers.output_head import find_output_head
-from mlxstacks.layers.selection import Selection, base
-from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.candidate_losses import Weights, choose_batch_tokens
-from mlxstacks.routing.engine import begins_in_thought, context_tokens, split_thoughts
-from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, encode_prompt, generate
-from mlxstacks.routing.router import PromptRouter
-from mlxstacks.studies.benchmarks.scoring import (
+from mlxstacks.arms.scoring import (
     Pair,
     PairScorer,
     Tokens,
-    find_cached_model,
+    pair_scorer,
     selection_of,
 )
+from mlxstacks.data import Rendering
+from mlxstacks.data.special_text import SignedMarkers, encode_text, end_of
+from mlxstacks.errors import InputError
+from mlxstacks.layers.selection import Selection, base
+from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing.candidate_losses import Weights
+from mlxstacks.routing.engine import begins_in_thought, context_tokens, split_thoughts
+from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, encode_prompt, generate
+from mlxstacks.routing.router import PromptRouter
 from mlxstacks.studies.benchmarks.settings import NEED_LABELS, ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 from mlxstacks.studies.route.served import random_name
@@ -256,14 +255,7 @@ class Loaded:
         set_mode(self.model, selection, self.dtype)
 
     def scorer(self) -> PairScorer:
-        """Of the model as it is now: a head is looked for again after modules were replaced."""
-        self.model.freeze()  # what trains is no head that could be left out
-        text = self.config.get("text_config") or self.config
-        width = text.get("hidden_size") or text.get("n_embd") or 1
-        return PairScorer(
-            self.model, self.select, find_output_head(self.model)[0], self.settings.batch_size,
-            choose_batch_tokens(int(width)), find_cached_model(self.model),
-        )  # fmt: skip
+        return pair_scorer(self.model, self.config, self.settings.batch_size, self.select)
 
 
 class ModelArm:

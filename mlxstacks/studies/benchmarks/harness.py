@@ -202,8 +202,8 @@ class BuiltinTask:
             named = f"data set {dataset}" + (f" ({name})" if name else "")
             raise InputError(
                 f"lm_eval/{self.name}: {named} could not be read: {type(error).__name__}: {error}\n"
-                f"  With a network it is fetched by itself; or fetch it before: "
-                f"`hf download --repo-type dataset {dataset}`"
+                f"  --data serves other tasks than the harness's own. With a network it is fetched "
+                f"by itself; or fetch it before: `hf download --repo-type dataset {dataset}`"
             ) from error
         except (
             ImportError, RuntimeError, LookupError, TypeError, AttributeError, TemplateError,

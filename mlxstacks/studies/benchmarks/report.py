@@ -103,7 +103,7 @@ def marks_of(asked: AskedTask, arms: Mapping[str, Figures]) -> list[str]:
     never_boxed = [name for name, s in arms.items() if boxes and s["boxed_rate"] == 0]
     graded = {name: s for name, s in arms.items() if s["score"] is not None}
     lists = {
-        f"at the level of guessing ({100 * (asked.guess_rate or 0):.1f}%)": [
+        f"not told from guessing ({100 * (asked.guess_rate or 0):.1f}%)": [
             name for name, s in arms.items() if _guesses(s, asked.guess_rate)
         ],
         "never boxed an answer, so its score is 0 whatever it knows": never_boxed,
@@ -163,8 +163,7 @@ def _verdict(
     if not tasks:
         sentences = ["No tasks but the harness's; their tests are in its own section."]
     elif not family:
-        names = ", ".join(dict.fromkeys(arm for task in tasks.values() for arm in task["arms"]))
-        sentences = [f"One arm ({names}), or nothing graded: nothing is compared."]
+        sentences = [_one_arm(tasks)]
     else:
         # Of one task its own tests decide, not the interval of a mean of one.
         several = len(tasks) > 1
@@ -182,10 +181,24 @@ def _verdict(
     ]
     if guessing:
         sentences.append(
-            f"On {', '.join(guessing)} every arm is at the level of guessing: equal scores there "
-            "say nothing."
+            f"On {', '.join(guessing)} no arm is told from guessing: equal scores there say "
+            "nothing."
         )
     return " ".join([*sentences, *few, overall.in_words()])
+
+
+def _one_arm(tasks: Mapping[str, Figures]) -> str:
+    """Where no two arms have answers that were graded."""
+    scores = [(name, arm, s) for name, task in tasks.items() for arm, s in task["arms"].items()]
+    names = ", ".join(dict.fromkeys(arm for _, arm, _ in scores))
+    if len(scores) == 1 and scores[0][2]["score"] is not None:
+        [(task_name, arm, score)] = scores
+        low, high = (100 * score["interval"][end] for end in ("low", "high"))
+        return (
+            f"{arm.capitalize()}: {score['right']} of {score['n']} right on {task_name}, "
+            f"{score['score']:.1%} ({low:.1f} to {high:.1f}). One arm, so nothing is compared."
+        )
+    return f"One arm ({names}), or nothing graded: nothing is compared."
 
 
 def _pairs_in_words(family: Sequence[Figures]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.outputs import PLACES
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.studies.benchmarks import harness
 from mlxstacks.studies.benchmarks.analysis import (
@@ -66,7 +67,6 @@ ABOUT = {
     "title": "Benchmarks",
     "question": "Which modes score better on which benchmark?",
 }
-_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 # What a regrade takes from its own settings; all else is that of the run.
 _OF_A_REGRADE = ("allow_code", "save_path", "force", "plots", "regrade")
 _ANSWERS = ("answers", "arms", "harness")
@@ -196,7 +196,7 @@ class _Evaluation(Study):
         return Result(**ABOUT, status="planned", settings=self._shown(), plan=self.plan)
 
     def _shown(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+        return self.settings.model_dump(mode="json", exclude=PLACES)
 
     def _ask(self, elsewhere: Sequence[str] = ()) -> None:
         """Read the tasks. elsewhere: what else is not here, and would have to be downloaded.
@@ -417,6 +417,11 @@ class _Regrade(_Evaluation):
         self.source = user_path(str(settings.regrade))
         self.before = _finished_run(self.source)
         former = EvalSettings.model_validate(self.before.settings)
+        given = settings.model_fields_set - {*_OF_A_REGRADE, "resume"}
+        if other := sorted(k for k in given if getattr(settings, k) != getattr(former, k)):
+            raise InputError(
+                f"{self.source} is graded again with its own settings; leave out {', '.join(other)}"
+            )
         changes = {key: getattr(settings, key) for key in _OF_A_REGRADE}
         super().__init__(former.model_copy(update=changes), progress, dry_run)
         self.inputs = (str(self.source),)
@@ -455,9 +460,9 @@ def _finished_run(source: Path) -> Result:
         raise InputError(f"{not_one}: {why}; give --regrade the directory of one")
     try:
         written = Result.from_json(read_object((source / RESULT).read_bytes()))
-        EvalSettings.model_validate(written.settings)
         if written.kind != "eval" or written.status != "done" or written.plan is None:
             raise ValueError(f"{RESULT} is of {written.kind}, {written.status}")
+        EvalSettings.model_validate(written.settings)
     except (OSError, ValueError) as error:
         raise InputError(f"{not_one}: {error}") from None
     reasons = written.checked(source).standing.reasons[len(written.standing.reasons) :]

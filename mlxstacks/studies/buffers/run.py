@@ -28,6 +28,7 @@ from typing import Any, Literal
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.outputs import PLACES
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.buffers.arms import Arm, ArmRecord, adapted_model, arms_of
 from mlxstacks.studies.buffers.settings import BufferSettings
@@ -398,7 +399,7 @@ class _Buffers(Study):
         }
         return Result(
             **ABOUT, status="planned", standing=Standing(status="planned"), plan=plan,
-            settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
+            settings=settings.model_dump(mode="json", exclude=PLACES),
             data={"arms": len(self.arms)}, blocks=(plan_table(plan, len(self.arms)),),
             notes=() if settings.counting_library else (WITHOUT_LIBRARY,),
         )  # fmt: skip

@@ -19,8 +19,13 @@ followed by the values of each:
     prefix, isolated  loss at the end with the stacks up to its own, with its own alone
     train_loss, balance_loss   of the last step that was logged, the balance for each projection
     parameters, steps, seconds what was kept, what was done, processor time of the whole run
+
+Arms may differ in the order of the domains or in what these train on; every arm measures a domain
+on the same rows. Of different orders `later_task_loss`, `ungated_earlier` and `ungated_rise` would
+be of different domains: there is none, and the matrix is compared where the same domains are on.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -63,6 +68,10 @@ SUMMARY = {
 }
 
 
+# Of other domains in another order.
+_OF_THE_ORDER = ("later_task_loss", "ungated_earlier", "ungated_rise")
+
+
 @dataclass(frozen=True)
 class CellRecord:
     """What is kept of a cell. values: the measures above. matrix: mode -> domain trained last ->
@@ -85,8 +94,28 @@ class CellRecord:
 
 
 @dataclass(frozen=True)
+class StepsToLoss:
+    """How soon one arm has the validation loss of a domain that another ends with.
+
+    reached: seeds, of n, in which it does. steps: its first evaluated step there, over those seeds.
+    target_steps: the other's own first step there. ratio: target_steps by steps (2.5: that many
+    times faster), a geometric mean over seeds; None where a seed does not get there, or is there
+    before its first step.
+    """
+
+    n: int
+    reached: int
+    steps: MeanInterval | None
+    target_steps: MeanInterval
+    ratio: MeanInterval | None
+
+
+@dataclass(frozen=True)
 class ArmResult:
     """An arm against the control; the control's own has means alone.
+
+    to_control: domain -> how soon the arm has the loss that the control ends with; to_arm: how soon
+    the control has the arm's.
 
     means: of each measure over the seeds. differences: of each measure that both have. judged: the
     difference of the primary measure at the family's confidence. matrix: mean loss in each mode;
@@ -101,6 +130,8 @@ class ArmResult:
     reason: str = ""
     matrix: Matrix = field(default_factory=dict)
     matrix_differences: Matrix = field(default_factory=dict)
+    to_control: dict[str, StepsToLoss] = field(default_factory=dict)
+    to_arm: dict[str, StepsToLoss] = field(default_factory=dict)
 
 
 Pairs = Sequence[tuple[CellRecord, CellRecord]]
@@ -167,6 +198,34 @@ def check_budgets(budgets: Budgets, equal: Sequence[str], tolerance: float) -> N
         )
 
 
+def check_domains(
+    planned: Mapping[str, Mapping[str, Mapping[str, Any]]], primary: str = "task_loss"
+) -> None:
+    """planned: arm -> domain, in the order of training -> what its dry run says.
+
+    Raises: InputError where an arm has other domains than the control, or measures one on other
+        rows; where `primary` is of other domains in another order.
+    """
+    control, *others = planned
+    base, problems = planned[control], []
+    for arm in others:
+        if primary in _OF_THE_ORDER and [*planned[arm]][-1] != [*base][-1]:
+            problems.append(f"\n  {arm}: {primary} is of other domains in its order; use ungated")
+        if odd := sorted(planned[arm].keys() ^ base.keys()):
+            problems.append(f"\n  {arm}: {', '.join(odd)} in one of {arm} and {control} alone")
+        problems += [
+            f"\n  {arm}: {name} is measured on other rows than in {control}"
+            for name in planned[arm].keys() & base.keys()
+            if planned[arm][name]["validation_ids_sha256"] != base[name]["validation_ids_sha256"]
+        ]
+    if problems:
+        raise InputError(
+            f"arms have to train the same domains and measure them alike:{''.join(problems)}\n"
+            "give each arm every domain; of sources that differ, add the control's with "
+            "`part: validation` and mark the others `part: train`"
+        )
+
+
 def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmResult]:
     """One result an arm, the control's first. cells: in any order."""
     by_arm = {
@@ -175,12 +234,13 @@ def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmR
     }
     control, *others = by_arm
     confidence = settings.confidence
+    orders = {tuple(cell.curves) for trained in by_arm.values() for cell in trained.values()}
     results = []
     for arm, trained in by_arm.items():
         means = {}
         for name in dict.fromkeys(name for cell in trained.values() for name in cell.values):
             values = [v for cell in trained.values() if (v := cell.values.get(name)) is not None]
-            if values:
+            if values and not (len(orders) > 1 and name in _OF_THE_ORDER):
                 means[name] = mean_interval(values, confidence)
         matrix = _mean_matrix([cell.matrix for cell in trained.values()], confidence)
         if arm == control:
@@ -188,13 +248,15 @@ def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmR
             continue
         shared = [s for s in settings.seeds if s in by_arm[control] and s in trained]
         pairs = [(by_arm[control][seed], trained[seed]) for seed in shared]
-        paired = {name: _paired(pairs, name) for name in (*means, settings.primary)}
+        paired = {name: _paired(pairs, name) for name in dict.fromkeys((*means, settings.primary))}
         primary, family = paired[settings.primary], 1 - (1 - confidence) / len(others)
         judged = mean_interval(primary, family) if primary else None
         results.append(ArmResult(
             arm, means, {n: mean_interval(paired[n], confidence) for n in means if paired[n]},
             judged, *judge(settings, judged, pairs), matrix,
             _mean_matrix([_less(cell.matrix, base.matrix) for base, cell in pairs], confidence),
+            steps_to_loss(pairs, confidence),
+            steps_to_loss([(cell, base) for base, cell in pairs], confidence),
         ))  # fmt: skip
     return results
 
@@ -220,11 +282,47 @@ def _paired(pairs: Pairs, name: str) -> list[float]:
     return differences if len(differences) == len(pairs) else []
 
 
+def steps_to_loss(pairs: Pairs, confidence: float) -> dict[str, StepsToLoss]:
+    """Domain -> how soon the second cell of each pair has the lowest loss of the first.
+
+    Laws: against itself every ratio is 1; nothing depends on losses after the first step there.
+    """
+    found = {}
+    for domain in pairs[0][0].curves if pairs else ():
+        steps, targets = [], []
+        for first, second in pairs:
+            target = min(loss for _, loss in first.curves[domain])
+            targets.append(_first_step(first.curves[domain], target) or 0)
+            steps.append(_first_step(second.curves[domain], target))
+        there = [step for step in steps if step is not None]
+        ratios = [math.log(a / b) for a, b in zip(targets, steps, strict=True) if a and b]
+        found[domain] = StepsToLoss(
+            len(pairs), len(there), mean_interval(there, confidence) if there else None,
+            mean_interval(targets, confidence),
+            _exp(mean_interval(ratios, confidence)) if len(ratios) == len(pairs) else None,
+        )  # fmt: skip
+    return found
+
+
+def _first_step(curve: Sequence[tuple[int, float]], target: float) -> int | None:
+    return next((step for step, loss in curve if loss <= target), None)
+
+
+def _exp(interval: MeanInterval) -> MeanInterval:
+    low, high = (None if v is None else math.exp(v) for v in (interval.low, interval.high))
+    return MeanInterval(math.exp(interval.mean), low, high, interval.n, interval.confidence)
+
+
 def _less(own: Any, base: Any) -> Any:
-    """A matrix less another, entry by entry."""
-    if isinstance(own, Mapping):
-        return {key: _less(value, base[key]) for key, value in own.items()}
-    return own - base
+    """A matrix less another, entry by entry, of the rows after the same domains."""
+    return {
+        mode: {
+            row: {column: loss - base[mode][row][column] for column, loss in columns.items()}
+            for row, columns in rows.items()
+            if base[mode][row].keys() == columns.keys()
+        }
+        for mode, rows in own.items()
+    }
 
 
 def judge(
@@ -252,6 +350,19 @@ def judge(
     return "undecided", "the interval holds 0 and reaches beyond what counts"
 
 
+def of_domains(settings: CompareSettings, result: ArmResult) -> dict[str, MeanInterval]:
+    """Domain -> difference of the primary measure, of the domains that it is a mean of."""
+    start = f"{settings.primary.removesuffix('_earlier')} of "
+    found = {
+        name.removeprefix(start): interval
+        for name, interval in result.differences.items()
+        if name.startswith(start)
+    }
+    if settings.primary == "ungated_earlier":
+        found.pop(next(reversed(result.matrix.get("ungated", {"": {}}))), None)
+    return found if len(found) > 1 else {}
+
+
 def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
     """The outcomes in words."""
     control, *others = results
@@ -266,5 +377,11 @@ def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
             words += f"n={judged.n})"
         if result.reason:
             words += f" ({result.reason})"
+        if domains := of_domains(settings, result):
+            words += "; by domain " + ", ".join(
+                f"{domain} {i.mean:+.3f}"
+                + ("" if i.low is None or i.high is None else f" ({i.low:+.3f} to {i.high:+.3f})")
+                for domain, i in domains.items()
+            )
         sentences.append(f"{words}.")
     return f"{' '.join(sentences)} What counts is {settings.margin:g} nats a token."

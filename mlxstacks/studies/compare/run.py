@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.studies.compare.analysis import (
     RULES,
     CellRecord,
     analyse,
     check_budgets,
+    check_domains,
     measures,
     verdict,
 )
@@ -92,19 +93,24 @@ class _Comparison(Study):
             except InputError as error:
                 raise type(error)(f"arm {arm.name}: {error}") from error
             self.budgets[arm.name] = _budget(stack, plan.data)
+        check_domains(
+            {name: plan.data["domains"] for name, plan in planned.items()}, settings.primary
+        )
         check_budgets(self.budgets, settings.equal, settings.tolerance)
         notes = dict.fromkeys(note for plan in planned.values() for note in plan.notes)
         return Result(
             **ABOUT, question=settings.question, status="planned", notes=tuple(notes),
-            settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
-            plan=self._plan(planned[settings.arms[0].name].data),
+            settings=settings.model_dump(mode="json", exclude=PLACES),
+            plan=self._plan({name: plan.data for name, plan in planned.items()}),
             data={"budgets": self.budgets}, blocks=(budget_table(settings, self.budgets),),
         )  # fmt: skip
 
-    def _plan(self, first: dict[str, Any]) -> dict[str, Any]:
+    def _plan(self, planned: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """All that is decided beforehand: the settings but for where files lie, each arm's whole
-        run, base and data by their hashes, budgets, rules. first: the control's planned run.
+        run, base and data by their hashes, budgets, rules. planned: arm -> its planned run.
         """
+        first, *others = (_data_of(plan) for plan in planned.values())
+        own = {arm: data for arm, data in zip([*planned][1:], others, strict=True) if data != first}
         settings, seedless = self.settings, {*_NOT_OF_THE_PLAN, "seed"}
         return {
             **settings.model_dump(mode="json", exclude={*_NOT_OF_THE_PLAN, "arms", "run"}),
@@ -115,8 +121,9 @@ class _Comparison(Study):
             },
             "budgets": self.budgets,
             "rules": RULES,
-            "base_fingerprint": first["base_fingerprint"],
-            "data": {name: domain["data"] for name, domain in first["domains"].items()},
+            "base_fingerprint": planned[settings.arms[0].name]["base_fingerprint"],
+            "data": first,
+            **({"data_of_arms": own} if own else {}),
         }
 
     def _of(self, arm: ArmSettings, **given: Any) -> StackRunSettings:
@@ -185,6 +192,11 @@ def conclude_again(result: Result, directory: Path) -> Result:
     if len(settings.seeds) * len(settings.arms) > len(result.provenance):
         raise ValueError("more cells than files")
     return concluded(settings, (result.plan or {})["budgets"], directory)
+
+
+def _data_of(planned: dict[str, Any]) -> dict[str, Any]:
+    """What each domain of a planned run reads."""
+    return {name: domain["data"] for name, domain in planned["domains"].items()}
 
 
 def _budget(settings: StackRunSettings, planned: dict[str, Any]) -> dict[str, int]:

@@ -12,10 +12,10 @@ from mlxstacks.training.settings import StackRunSettings, names_a_file
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]
 Budget = Literal["parameters", "steps", "rows"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
-# What a run gets from the comparison. Data and model are the same for every arm, or the
-# differences would not be of the arms.
+# What a run gets from the comparison. Model and directory are the same for every arm, or the
+# differences would not be of the arms. Of `domains` an arm may change order and training data.
 _OF_THE_COMPARISON = ("model", "data", "save_path", "seed", "resume", "force")
-_OF_ALL_ARMS = (*_OF_THE_COMPARISON, "domains", "validation_rows", "modes")
+_OF_ALL_ARMS = (*_OF_THE_COMPARISON, "validation_rows", "modes")
 
 
 class ArmSettings(Settings):
@@ -24,7 +24,8 @@ class ArmSettings(Settings):
     name: Annotated[str, names_a_file("an arm's", 40)]
     change: dict[str, Any] = Field(
         default_factory=dict,
-        description="settings of `stack` with other values; nested ones may be given in part",
+        description="settings of `stack` with other values; nested ones may be given in part. "
+        "domains: the same ones in another order, or with other rows to train on",
     )
 
 

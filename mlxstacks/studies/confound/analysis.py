@@ -135,6 +135,7 @@ class Null:
 
     n, count: items, and those that A1 answers rightly. expected: how many it answers under the
     null. difference: of the rates. p_value: exact, two-sided. p_adjusted: see `judged_together`.
+    tested: otherwise the control is none, and both are 1.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Null:
     difference: float
     p_value: float
     p_adjusted: float = 1.0
+    tested: bool = True
 
     def rejected(self, alpha: float) -> bool:
         return self.difference > 0 and self.p_adjusted < alpha
@@ -158,14 +160,14 @@ def null_of_pairs(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> Null:
     return Null(name, n, count, expected, (count - expected) / max(n, 1), p_value)
 
 
-def nulls_of(answers: Answers, way: str) -> list[Null]:
+def nulls_of(answers: Answers, way: str, saturated: bool = False) -> list[Null]:
     """All that A1 has to beat, of the arms that are there: its zero-delta control, the same among
     the items that both answer in form, a random delta that moves as many answers, shuffled answers,
     second choices, and guessing.
 
-    A random delta that moves too few answers is no control: its null has p = 1. Guessing is the
-    rate of an arm that picks any option, or what A1's own choice of places would score, dealt out
-    by chance, whichever is more.
+    A random delta that moves too few answers is no control and not tested, unless it is saturated:
+    no scale moves more. Guessing is the rate of an arm that picks any option, or what A1's own
+    choice of places would score, dealt out by chance, whichever is more.
     """
     trained, persona = arm("a1", way), answers.get(PERSONA, ())
     pairs = paired(answers, trained, arm("a0", way))
@@ -176,7 +178,8 @@ def nulls_of(answers: Answers, way: str) -> list[Null]:
     if arm("moved", way) in answers:
         null = null_of_pairs(MOVED, paired(answers, trained, arm("moved", way)))
         moved = (flips(persona, answers[arm(kind, way)]) for kind in ("a1", "moved"))
-        nulls.append(null if moves_as_many(*moved) else replace(null, p_value=1.0))
+        tested = saturated or moves_as_many(*moved)
+        nulls.append(null if tested else replace(null, p_value=1.0, tested=False))
     if arm("shuffled", way) in answers:
         nulls.append(null_of_pairs(SHUFFLED, paired(answers, trained, arm("shuffled", way))))
     if persona and SECOND in answers:

@@ -54,6 +54,14 @@ def next_scale(target: float, probes: Sequence[Probe]) -> float | None:
     return math.sqrt(low * high)
 
 
+def saturated(target: float, probes: Sequence[Probe]) -> bool:
+    """Whether no random delta moves as many: the most that any scale moves is too few, and a larger
+    scale was tried. What is larger still answers at random, which is guessing.
+    """
+    most = max(probes, key=lambda probe: (probe.share, -probe.scale))
+    return most.share < target and any(probe.scale > most.scale for probe in probes)
+
+
 def closest(target: float, probes: Sequence[Probe]) -> Probe:
     """That which moves most nearly as many; of two, the larger scale."""
     return min(probes, key=lambda probe: (abs(probe.share - target), -probe.scale))

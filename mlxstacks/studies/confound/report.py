@@ -19,6 +19,7 @@ OUTCOMES = {
     "format": "a change of form; no knowledge shown",
     "content": "adds knowledge", "no content": "no knowledge shown",
     "undecided": "undecided: too few items",
+    "unmatched": "undecided: no random delta moves as many answers",
     "perturbation": "a disturbance; no knowledge shown",
     "shuffled": "training, not content; no knowledge shown",
     "second choice": "a move to second choices; no knowledge shown",
@@ -190,7 +191,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
     rows: list[tuple[Cell, ...]] = []
     for judgement in findings.judgements:
         way, claim = judgement.way, findings.claims[judgement.way]
-        p_value = max(null.p_adjusted for null in findings.nulls[way])
+        p_value = _largest_p(findings, way)
         rows.append((
             way, _gain(claim), _clustered(claim), claim.p_value, claim.mcnemar.p_value, p_value,
             judgement.outcome,
@@ -213,6 +214,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
              p.published_floor_share)
             for way, p in findings.decomposition.items()
         ],
+        folded=True,
         caption="Floor: A0 - persona, what the fuse does by itself. Content: A1 - A0. Total: their "
         "sum. Shares where the total is positive; 95% intervals of the differences are above.",
     )  # fmt: skip
@@ -227,7 +229,7 @@ def _null_table(findings: Findings) -> Table:
     rows = [
         (
             f"{way}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
-            null.p_value, null.p_adjusted,
+            *((null.p_value, null.p_adjusted) if null.tested else (None, None)),
         )
         for way, nulls in findings.nulls.items()
         for null in nulls
@@ -238,14 +240,21 @@ def _null_table(findings: Findings) -> Table:
         "nulls", "What A1 has to beat", columns, rows,
         caption="McNemar's exact test on pairs of answers; guessing by the binomial test. Form: A0 "
         "among the items that both answer in form, where some are not. A policy shows content "
-        f"where all of its rows have p (all, Holm) below alpha. All {share_note(n)}.",
+        "where all of its rows have p (all, Holm) below alpha. Without p: not tested, the random "
+        f"delta moves too few answers to be a control. All {share_note(n)}.",
     )  # fmt: skip
+
+
+def _largest_p(findings: Findings, way: str) -> float | None:
+    """Of all that A1 has to beat, adjusted; None where one of them could not be tested."""
+    nulls = findings.nulls[way]
+    return max(n.p_adjusted for n in nulls) if all(n.tested for n in nulls) else None
 
 
 def _rule_table(findings: Findings) -> Table:
     """The published rule next to ours, of the deciding way."""
     published, first = findings.published_rule, findings.judgements[0]
-    p_value = max(null.p_adjusted for null in findings.nulls[first.way])
+    p_value = _largest_p(findings, first.way)
     columns: Columns = {
         "rule": "text", "items": "count", "A1": "count", "A0": "count",
         "least passing count": "text", "p": "p", "content": "text",
@@ -335,7 +344,7 @@ def _more_tables(findings: Findings) -> Iterator[Table]:
             for name, arm in findings.arms_on_right_items.items()
         ]
         yield Table.of(
-            "right", "Items that both models got right", columns, right,
+            "right", "Items that both models got right", columns, right, folded=True,
             caption="The other side of Set G: what a fuse breaks here, beside what it fixes there.",
         )  # fmt: skip
     columns = {

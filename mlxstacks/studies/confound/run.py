@@ -39,13 +39,13 @@ from mlxstacks.arms.suite import (
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.studies.confound.analysis import flips, suite_figures
 from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
-from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale
+from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale, saturated
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     BASE,
@@ -172,7 +172,7 @@ class _Confound(Study):
     def planned(self) -> Result:
         settings = self.settings
         check_targets(str(settings.model), settings.train)
-        shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
             settings=shown, data={"planned_arms": list(arms_of(settings))},
@@ -467,7 +467,7 @@ class _Confound(Study):
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
         findings = _found(
             settings, self.plan, answers, self._mining_file(PERSONA).answers(),
-            read_plan(work / PLAN).sha256, data,
+            read_plan(work / PLAN).sha256, data, _matching(settings, work),
         )  # fmt: skip
         notes = [
             *(answer_notes(findings.arms) if settings.scoring == "generate" else []),
@@ -491,7 +491,7 @@ def _respond(
 
 def _found(
     settings: ConfoundSettings, plan: Plan, answers: dict[str, dict[str, list[Answer]]],
-    mined: Sequence[Answer], plan_sha256: str, data: Mapping[str, str],
+    mined: Sequence[Answer], plan_sha256: str, data: Mapping[str, str], matching: Mapping[str, Any],
 ) -> Findings:  # fmt: skip
     """answers: part (test, right) -> arm -> answers. mined: the persona's when Set G was mined."""
     items = {name: [answer.item_id for answer in given] for name, given in answers["test"].items()}
@@ -499,6 +499,10 @@ def _found(
         answers["test"], answers["right"], mined, ways=settings.ways,
         criterion=Criterion(settings.least_gain, settings.alpha), seed=settings.seed,
         standing=standing(plan, Evidence(plan_sha256, items, data, (settings.seed,))),
+        saturated=[
+            way for way, search in matching.items()
+            if saturated(search["target"], [Probe(**probe) for probe in search["probes"]])
+        ],
     )  # fmt: skip
 
 
@@ -580,11 +584,12 @@ def conclude_again(result: Result, directory: Path) -> Result:
     }
     data = {**plan.data, "protocol": protocol_sha256, **_rows_sha256(directory)}
     mined = read("mining", PERSONA, {"protocol_sha256": protocol_sha256})
-    findings = _found(settings, plan, answers, mined, plan.sha256, data)
+    matching = _matching(settings, directory)
+    findings = _found(settings, plan, answers, mined, plan.sha256, data, matching)
     split = read_object((directory / SPLIT).read_bytes())
     return _concluded(
-        settings, plan, split, _fuses(settings, directory), findings,
-        _matching(settings, directory), suite, answers["suite"],
+        settings, plan, split, _fuses(settings, directory), findings, matching, suite,
+        answers["suite"],
     )  # fmt: skip
 
 

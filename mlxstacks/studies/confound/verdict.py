@@ -41,7 +41,7 @@ from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 
 Outcome = Literal[
-    "content", "no content", "undecided", "format", "perturbation", "shuffled",
+    "content", "no content", "undecided", "unmatched", "format", "perturbation", "shuffled",
     "second choice", "guessing", "exploratory", "refused",
 ]  # fmt: skip
 
@@ -92,7 +92,8 @@ class Findings:
 
     persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
     right_positions: option position -> share of the test items where it is right.
-    missing_controls: those that were not run.
+    missing_controls: those that were not run. saturated: ways where no random delta, of any scale,
+    moves as many answers as A1.
     """
 
     arms: dict[str, ArmResult]
@@ -110,6 +111,7 @@ class Findings:
     missing_controls: list[str]
     moved: dict[str, Flips]
     published_rule: PublishedRule
+    saturated: tuple[str, ...]
     criterion: Criterion
     standing: Standing
     judgements: tuple[Judgement, ...] = ()
@@ -133,10 +135,12 @@ def find(
     criterion: Criterion,
     standing: Standing,
     seed: int,
+    saturated: Sequence[str] = (),
     resamples: int = 10_000,
 ) -> Findings:
     """Everything from answers. right: arms on the items that both models got right. mined: the
     persona's answers when Set G was mined. Ways whose A1 or A0 is missing have no claim.
+    saturated: as in `Findings`.
 
     Raises: ValueError where the deciding way has no claim, or arms answered different items.
     """
@@ -160,7 +164,7 @@ def find(
         arms_on_right_items={n: arm_result(n, given) for n, given in right.items() if given},
         claims=claims,
         forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
-        nulls=judged_together({way: nulls_of(answers, way) for way in claimed}),
+        nulls=judged_together({way: nulls_of(answers, way, way in saturated) for way in claimed}),
         decomposition={
             way: decompose(way, arms[PERSONA], arms[arm("a0", way)], arms[arm("a1", way)])
             for way in claimed
@@ -185,6 +189,7 @@ def find(
         missing_controls=missing_controls(ways, answers, right),
         moved={name: flips(persona, given) for name, given in answers.items()},
         published_rule=published_rule(claims[claimed[0]]),
+        saturated=tuple(way for way in claimed if way in saturated),
         criterion=criterion,
         standing=standing,
     )
@@ -239,27 +244,38 @@ def judge(findings: Findings, way: str) -> Judgement:
         return Judgement(way, "refused", f"{gain}, but no gain is claimed without {missing}.")
     if findings.standing.reasons:
         return Judgement(way, "exploratory", f"{gain}, but it is not what was planned.")
-    for null in others:
+    random = findings.moved.get(arm("moved", way), Flips(0, 0, 0, 0))
+    trained = findings.moved[arm("a1", way)]
+    moves = (
+        f"{percent(random.changed, random.n)} of the answers and A1 "
+        f"{percent(trained.changed, trained.n)}"
+    )
+    tested = [null for null in others if null.tested]
+    for null in tested:
         if not beaten(null, criterion):
             outcome, why = _EXPLANATIONS[null.name]
-            random = findings.moved.get(arm("moved", way), Flips(0, 0, 0, 0))
-            trained = findings.moved[arm("a1", way)]
             if null.name == FORM:
                 reason = _of_form(findings.forms[way], null, claim.n)
-            elif null.name == MOVED and not moves_as_many(trained, random):
-                reason = (
-                    f"the random delta moves {percent(random.changed, random.n)} of the answers "
-                    f"and A1 {percent(trained.changed, trained.n)}"
-                )
             else:
                 rate = f"{null.expected / null.n:.2%}"
                 reason = f"{why[0]} {rate}, too near to be a difference (p = {null.p_adjusted:.2g})"
+                if null.name == MOVED and not moves_as_many(trained, random):
+                    reason += f", at the scale that moves most: {moves}"
             return Judgement(way, outcome, f"{gain}, but {reason}: {why[1]}")
     rates = ", ".join(
-        f"{null.name} {null.expected / null.n:.1%}" for null in others if null.name != FORM
+        f"{null.name} {null.expected / null.n:.1%}" for null in tested if null.name != FORM
     )
-    p_value = max(null.p_adjusted for null in findings.nulls[way])
-    words = f"{gain}, and more than every control ({rates}; largest p {p_value:.2g})."
+    p_value = max(null.p_value if len(tested) < len(others) else null.p_adjusted for null in tested)
+    beats = f"({rates}; largest p {p_value:.2g})"
+    if len(tested) < len(others):
+        words = (
+            f"{gain}, and more than every other control {beats}, but the random delta moves "
+            f"{moves}: a disturbance as large as A1 is not excluded."
+        )
+        return Judgement(way, "unmatched", words)
+    words = f"{gain}, and more than every control {beats}."
+    if way in findings.saturated and not moves_as_many(trained, random):
+        words += f" No random delta moves as many answers: at most {moves}."
     clustered = claim.clustered
     if clustered.p_value is not None and clustered.p_value >= criterion.alpha:
         words += (
@@ -273,7 +289,7 @@ def judge(findings: Findings, way: str) -> Judgement:
 _EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
     FORM: ("format", ("", "a change of form, not content.")),
     MOVED: ("perturbation", (
-        "a random delta that moves as many answers scores",
+        "a random delta that disturbs as much scores",
         "this may be a larger disturbance, not content.",
     )),
     SHUFFLED: ("shuffled", (
@@ -320,6 +336,7 @@ _HEADS = {
     "no content": "Only jitter, no knowledge that can be shown",
     "undecided": "Undecided, too few items to say",
     "format": "No knowledge that can be shown, a change of form",
+    "unmatched": "Undecided, the random delta moves too few answers to be a control",
     "perturbation": "Only jitter, no knowledge that can be shown",
     "shuffled": "No knowledge that can be shown, only training",
     "second choice": "No knowledge that can be shown, a move to second choices",

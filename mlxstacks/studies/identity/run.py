@@ -39,7 +39,7 @@ from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import has_shape_of
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
@@ -167,7 +167,7 @@ class _Identity(Study):
         prompts = [prompt.as_json() for prompt in self.suite]
         head = Result(
             **ABOUT, status="planned", standing=document.Standing(status="planned"),
-            settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
+            settings=settings.model_dump(mode="json", exclude=PLACES),
             data={"planned_arms": list(self.suite_arms), "suite": prompts},
             blocks=(plan_table(settings, self.suite, self.suite_arms),),
         )  # fmt: skip

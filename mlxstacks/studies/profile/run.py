@@ -19,6 +19,7 @@ from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.outputs import PLACES
 from mlxstacks.layers.switch_choices import (
     SOFTMAX_BLOCKS,
     SwitchLayer,
@@ -63,7 +64,6 @@ HYPOTHESIS = (
     "for all groups"
 )
 COUNTS = "routing_counts.safetensors"
-_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 Progress = Callable[..., None]
 
 
@@ -90,7 +90,7 @@ class _Profile(Study):
 
     def planned(self) -> Result:
         settings = self.settings
-        shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+        shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(**ABOUT, status="planned", settings=shown)
         if self.dry_run and not user_path(str(settings.model)).is_dir():
             note = f"{settings.model} is not a directory here: nothing of it could be looked at."

@@ -29,19 +29,21 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
-from mlxstacks.routing.outcomes import LOSSES
+from mlxstacks.routing.outcomes import LOSSES, RouterExample
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
+from mlxstacks.routing.router_metrics import rate_json
 from mlxstacks.routing.router_training import group_key
 from mlxstacks.studies.route.data import template_of
 from mlxstacks.studies.route.evaluate_figures import (
     DomainLosses,
     Matrix,
     blocks,
+    difference_json,
     gap_summary,
     loss_matrix,
     outcome,
@@ -50,6 +52,7 @@ from mlxstacks.studies.route.evaluate_figures import (
     verdict,
 )
 from mlxstacks.studies.route.evaluate_rows import (
+    UNSEEN,
     EvaluatedRow,
     RouterSplit,
     by_group,
@@ -86,6 +89,8 @@ COMPARED = ("base", "ungated", *ROUTED)
 # What was published as pictures of one prompt each: an answer that was good after the first domain,
 # broken when all stacks are on, and good again when they are routed.
 PANELS = {"after one domain": "prefix", "all, ungated": "ungated", "all, routed": "routed"}
+# The router without training; no file is called so.
+SIMILARITY = "similarity (no training)"
 Progress = Callable[..., None]
 
 
@@ -141,7 +146,7 @@ class _Evaluation(Study):
 
     def planned(self) -> Result:
         settings, store = self.settings, Store.open(str(self.settings.store_path))
-        shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        shown = settings.model_dump(mode="json", exclude=PLACES)
         self.template = template_of(settings.template, store)
         head = Result(**ABOUT, status="planned", settings=shown)
         if self.dry_run:
@@ -195,7 +200,12 @@ class _Evaluation(Study):
                     "domains is of the others."
                 )
             yield case
+            if settings.similarity and modes is not COMPARED:
+                first = case
             modes = COMPARED
+        if settings.similarity:
+            router = _similarity_router(first, examples)
+            yield _Case(SIMILARITY, router, first.rows, COMPARED)
 
     # --- figures ----------------------------------------------------------------------------------
 
@@ -207,6 +217,9 @@ class _Evaluation(Study):
             samples = _answer_samples(self.served, case.rows, first.routes, self.settings)
             self._step_done("samples")
             routers = [_router_json(*pair) for pair in zip(self.cases, measured, strict=True)]
+            drawn = (self.settings.draws, self.settings.seed)
+            for router, other, own in zip(routers[1:], self.cases[1:], measured[1:], strict=True):
+                router["to_first"] = _against((case, first), (other, own), *drawn)
             groups = by_group(case.answered)
             figures = {
                 "template": self.template,
@@ -215,7 +228,7 @@ class _Evaluation(Study):
                 "matrix": first.matrix,
                 "differences": first.differences,
                 "routers": routers,
-                "over_routers": over_routers(routers),
+                "over_routers": over_routers([r for r in routers if r["name"] != SIMILARITY]),
                 "gaps": {"scores": first.gaps, "loss": self._loss_gaps(case, first.table)},
                 "panels": {
                     panel: {
@@ -329,14 +342,85 @@ def _values(estimates: Mapping[str, Mapping[str, float | None]]) -> dict[str, fl
     return {group: estimate["value"] for group, estimate in estimates.items()}
 
 
+def _similarity_router(case: _Case, examples: Sequence[RouterExample]) -> PromptRouter:
+    """By the prompts of one domain that are in no row that is measured on.
+
+    Raises: InputError: a domain has none.
+    """
+    measured = {group_key(row.example.prompt) for row in case.rows}
+    prompts: dict[str, list[str]] = {name: [] for name in case.router.domains}
+    for example in examples:
+        if len(example.label) == 1 and group_key(example.prompt) not in measured:
+            prompts.setdefault(example.label[0], []).append(example.prompt)
+    if lacking := [name for name in case.router.domains if not prompts[name]]:
+        raise InputError(
+            f"similarity needs prompts of {', '.join(lacking)} that are not measured on; give "
+            "--data with more rows, or a lower --rows-per-group"
+        )
+    return case.router.by_similarity(prompts)
+
+
+def _against(
+    first: tuple[_Case, _Measured], other: tuple[_Case, _Measured], draws: int, seed: int
+) -> dict[str, Any] | None:
+    """A router less the first one, on the rows that both were measured on; None without any.
+
+    rows: how many, those with an answer. Losses as `differences` has them. set: of all common rows,
+    how many more have exactly the domains of their label, as a share.
+    """
+    (base_case, base), (case, own) = first, other
+    places = {row.example.row_id: place for place, row in enumerate(base_case.answered)}
+    pairs = [
+        (places[row.example.row_id], place)
+        for place, row in enumerate(case.answered)
+        if row.example.row_id in places
+    ]
+    if not pairs:
+        return None
+    rows = [case.answered[place] for _, place in pairs]
+    groups = by_group(rows)
+    matrix: Matrix = {}
+    for mode in ROUTED:
+        losses = {}
+        for group, members in groups.items():
+            counts = np.array([rows[i].answer_tokens for i in members], dtype=float)
+            ours, theirs = (
+                np.array([of_router[pairs[i][side]] for i in members]) * counts
+                for side, of_router in ((1, own.losses[mode]), (0, base.losses[mode]))
+            )
+            losses[group] = DomainLosses(counts, {mode: ours, "first": theirs})
+        averaged = domain_groups(losses)
+        matrix |= loss_matrix(losses, (mode,), averaged, draws, seed, against="first")
+    hits, base_hits = exact_sets(case, own), exact_sets(base_case, base)
+    common = hits.keys() & base_hits.keys()
+    return {
+        "rows": len(pairs),
+        "losses": matrix,
+        "set": difference_json([(base_hits[row], hits[row]) for row in sorted(common)]),
+    }
+
+
+def exact_sets(case: _Case, measured: _Measured) -> dict[str, bool]:
+    """Row id -> whether just the domains of its label are on, a domain with a floor aside; rows of
+    unseen domains are left out.
+    """
+    chat = {case.router.header.chat_domain}
+    return {
+        row.example.row_id: {*route.weights} - chat == {*row.example.label} - chat
+        for row, route in zip(case.rows, measured.routes, strict=True)
+        if not row.group.startswith(UNSEEN)
+    }
+
+
 def _router_json(case: _Case, measured: _Measured) -> dict[str, Any]:
     """Metrics, losses, differences and gaps of one router."""
-    header = case.router.header
+    header, exact = case.router.header, exact_sets(case, measured).values()
     active = [len(route.weights) for route in measured.routes]
     return {
         "name": case.name,
         "threshold": header.threshold,
         "rows": len(case.rows),
+        "exact_set": rate_json(sum(exact), len(exact)),
         "metrics": router_metrics(case.rows, measured.scores, header.domains, header.threshold),
         "losses": {mode: _values(measured.matrix[mode]) for mode in ROUTED},
         "differences": {

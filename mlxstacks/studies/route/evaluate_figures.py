@@ -28,7 +28,7 @@ from mlxstacks.routing.router_metrics import (
     top1_hits,
     top2_hits,
 )
-from mlxstacks.stats import mean_interval
+from mlxstacks.stats import mcnemar_of_pairs, mean_interval, paired_interval
 from mlxstacks.studies.route.cells import (
     RATE,
     cell,
@@ -170,6 +170,20 @@ def over_routers(routers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         if all(m[key] for m in metrics):
             values[key] = [m[key]["rate"] for m in metrics]
     return {key: mean_interval(of_key).as_json() for key, of_key in values.items()}
+
+
+def difference_json(pairs: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
+    """(first, other) of each row -> other less first, as shares: value, low, high, n; p: of
+    McNemar's exact test.
+    """
+    first, other = ([pair[side] for pair in pairs] for side in (0, 1))
+    both = sum(a and b for a, b in pairs)
+    gained, lost = sum(other) - both, sum(first) - both
+    bounds = paired_interval(both, gained, lost, len(pairs), CONFIDENCE)
+    return {
+        "value": (gained - lost) / len(pairs), "low": bounds.low, "high": bounds.high,
+        "n": len(pairs), "p": mcnemar_of_pairs(first, other).p_value,
+    }  # fmt: skip
 
 
 def gap_summary(flags: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
@@ -339,15 +353,29 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
         hits = [metrics[key] for key in ("single_top1", "mixed_set")]
         rates = [part for rate in hits for part in (cell(rate), rate and rate["n"])]
         rows.append((
-            router["name"], *rates, metrics["bce"], metrics["calibration_error"],
-            router["losses"]["routed"][ALL], router["mean_active_domains"],
+            router["name"], cell(router["exact_set"]), *rates, metrics["bce"],
+            metrics["calibration_error"], router["losses"]["routed"][ALL],
+            router["mean_active_domains"],
         ))  # fmt: skip
     yield Table.of("routers", "Routers", {
-        "router": "text", "right domain first": ("share", 0), "single prompts": "count",
-        "both domains": ("share", 0), "mixed prompts": "count", "cross entropy": ("number", 3),
-        "calibration error": ("number", 3), "routed loss": ("number", 3),
+        "router": "text", "exact set": ("share", 0), "right domain first": ("share", 0),
+        "single prompts": "count", "both domains": ("share", 0), "mixed prompts": "count",
+        "cross entropy": ("number", 3), "calibration error": ("number", 3),
+        "routed loss": ("number", 3),
         "active domains": ("number", 2),
     }, rows)  # fmt: skip
+    compared = [(r["name"], r["to_first"]) for r in data["routers"] if r.get("to_first")]
+    if compared:
+        yield Table.of(
+            "routers-compared", f"Routers less {data['routers'][0]['name']}, on the same rows",
+            {"router": "text", "rows": "count", "exact set": "change", "routed loss": ("change", 3),
+             "routed hard": ("change", 3)},
+            [(name, found["rows"], cell(found["set"]),
+              *(cell(found["losses"][mode].get(ALL)) for mode in ("routed", "routed_hard")))
+             for name, found in compared],
+            caption="Exact set: just the domains of the label are on, a share of all rows. Losses: "
+            "nats a token, mean over domains; below 0 is better. 95% intervals over rows.",
+        )  # fmt: skip
     if data["over_routers"]:
         yield Table.of(
             "over-routers", "Means over routers, with Student's intervals",

@@ -151,6 +151,11 @@ class RouteEvaluateSettings(_ServedSettings):
         description="Routers to compare, as of several seeds: files or directories; the first one "
         "makes the matrix. Default: the store's own. Repeatable.",
     )
+    similarity: bool = Field(
+        False,
+        description="Compare with a router without training too: the cosine of a prompt to each "
+        "domain's mean prompt, of the data here that is not measured on.",
+    )
     targets: str | None = Field(
         None,
         description="Directory that `route discover` wrote for these routers: prompts that they "

@@ -65,6 +65,8 @@ def run(
     directory = user_path(settings.targets)
     check_target(target, force=settings.force, inputs=[store.path, directory])
     examples, discovered = read_outcomes(directory)
+    if settings.labels_only:
+        discovered = {}
     notes, shown = list(notes), settings.model_dump(mode="json")
     hashes = {n: tuple(h) for n, h in stack_hashes(store, routed_domains(store)).items()}
     settings = _as_discovered(settings, store, hashes, directory, notes)

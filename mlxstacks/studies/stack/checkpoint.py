@@ -54,6 +54,8 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.freezing import add_frozen, stack_tensors
 from mlxstacks.layers.nullspace import NullBasis
 from mlxstacks.layers.stack_files import header_of, pair_tensors, parts_of, places
+from mlxstacks.layers.stacked import stacked_layers
+from mlxstacks.studies.stack.geometry import overlaps
 from mlxstacks.studies.stack.plan import DomainPlan, data_root
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.run import other_versions, versions
@@ -426,7 +428,7 @@ def commit_domain(
             settings_sha256=json_sha256(identity),
             data=plan.rows.report(),
             split=change.add_json("splits", plan.name, split_ids(plan.rows.data)),
-            protected=protection_report(bases) if bases else None,
+            protected=_protected(setup, plan.name, bases) if bases else None,
             trained_on=tuple(name for served in setup.served for name in served.stacks),
         )
         matrix = {mode: dict(rows) for mode, rows in change.manifest.matrix.items()}
@@ -437,6 +439,14 @@ def commit_domain(
         work.set_replacement("done")
     work.hand_over_log(store)
     work.clear()
+
+
+def _protected(setup: StackSetup, domain: str, bases: Bases) -> dict[str, Any]:
+    """What was protected, and how much of what the new stacks write other domains write too."""
+    assert setup.settings.null_space is not None
+    served = {path: layer.stacks.stacks() for path, layer in stacked_layers(setup.model)}
+    found = overlaps(served, domain, setup.settings.null_space.directions)
+    return {**protection_report(bases), "overlap": found}
 
 
 def check_store(target: Path, settings: StackRunSettings) -> None:

@@ -208,6 +208,42 @@ def mean_spectrum(spectra: Iterable[Spectrum]) -> list[float]:
     return [float(v) for v in np.mean([values[:shortest] for values in normalised], axis=0)]
 
 
+def energy_inside(blocks: Sequence[Block], vectors: np.ndarray) -> float | None:
+    """Share of the energy of M that lies in the span of vectors (N, k), orthonormal; None of 0."""
+    inside = whole = 0.0
+    for left, right in blocks:
+        gram = right @ right.T  # (R, R)
+        turned = vectors.T @ left  # (k, R)
+        inside += float(np.sum((turned @ gram) * turned))
+        whole += float(np.sum((left @ gram) * left))
+    return inside / whole if whole > 0 else None
+
+
+def overlaps(
+    stacks: Mapping[str, Sequence[FrozenStack]], domain: str, k: int
+) -> dict[str, dict[str, float]]:
+    """Earlier domain -> share: of what the stacks of `domain` can write, so much lies in the k
+    leading directions of the earlier one's, mean over projections; chance: of random directions.
+
+    stacks: path -> all that are served there.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for of_path in stacks.values():
+        blocks: dict[str, list[Block]] = {}
+        for stack in of_path:
+            blocks.setdefault(stack.id.domain, []).extend(blocks_of(stack))
+        own = blocks.pop(domain, [])
+        for name, earlier in blocks.items() if own else ():
+            vectors = leading(spectrum_of(earlier), k)
+            share = energy_inside(own, vectors)
+            if share is not None:
+                found.setdefault(name, []).append((share, vectors.shape[1] / vectors.shape[0]))
+    return {
+        name: {"share": fmean(s for s, _ in pairs), "chance": fmean(c for _, c in pairs)}
+        for name, pairs in found.items()
+    }
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 

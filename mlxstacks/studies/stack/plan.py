@@ -39,7 +39,7 @@ DATA_SETTINGS = "settings"
 _NOT_OF_A_STACK = {
     "model", "data", "save_path", "domains", "validation_rows", "resume", "force", "guard",
     "resource_limit", "working_set_bytes", "save_every", "steps_per_report", "modes",
-    "grad_checkpoint", "base",
+    "grad_checkpoint", "base", "sample_prompts",
 }  # fmt: skip
 # Recorded of the machine that trained a domain; may differ when the command runs again.
 _OF_THE_MACHINE = "base_in_float32"

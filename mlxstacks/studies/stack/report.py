@@ -15,6 +15,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.guard.run import GuardReport
 from mlxstacks.layers.targets import stack_size
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.studies.stack.samples import samples_table
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.setup import guard_json
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
@@ -63,6 +64,7 @@ def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | Non
             "train_rows": len(plan.rows.data.train),
             "validation_rows": len(plan.rows.data.validation),
             "validation_rows_evaluated": plan.rows.evaluated,
+            "validation_ids_sha256": plan.rows.identity()["validation_ids_sha256"],
             "widths_tokens": list(plan.widths),
             "padding_percent": round(100 * plan.round_plan(1).padding_share(), 1),
             "data": plan.rows.report(),
@@ -117,6 +119,7 @@ def done_result(
         "matrix": ordered_matrix(manifest),
         "processes": processes,
     })  # fmt: skip
+    samples = {name: domain["samples"] for name, domain in known.items() if "samples" in domain}
     nothing = [] if trained else ["Nothing was trained: the store has every domain."]
     where = environment(seconds)
     store, model = planned.data["save_path"], planned.settings["model"]
@@ -134,6 +137,7 @@ def done_result(
         "blocks": (
             _run_table(data, planned.settings, planned=False), domain_table(known),
             *matrix_blocks(data["matrix"]),
+            *([samples_table(samples)] if samples else ()),
         ),
         "notes": tuple(dict.fromkeys([*setup.notes, *nothing])),
         "next_steps": next_steps,
@@ -239,18 +243,24 @@ def domain_table(domains: Domains) -> Table:
             name, domain["enabled"], len(domain["stacks"]), domain["parameters"], domain["bytes"],
             *((domain["losses"][0], domain["losses"][-1]) if domain["losses"] else (None, None)),
             protected.get("captured_energy_mean"), protected.get("capacity_used_highest"),
+            max((o["share"] for o in protected.get("overlap", {}).values()), default=None),
             None if ended == LAST_ROUND else ended,
         ))  # fmt: skip
     columns: Columns = {
         "domain": "text", "served": "text", "stacks": "count", "parameters": "count",
         "size": "bytes", "loss before": ("number", 4), "loss after": ("number", 4),
-        "energy": ("share", 0), "protected": ("share", 0), "ended early": "text",
+        "energy": ("share", 0), "protected": ("share", 0), "overlap": ("share", 0),
+        "ended early": "text",
     }  # fmt: skip
     # of directions and early ends only where there are some
     kept = [
-        place for place in range(10) if place < 7 or any(row[place] is not None for row in rows)
+        place for place in range(11) if place < 7 or any(row[place] is not None for row in rows)
     ]
-    energy = "; energy: of what earlier stacks write, so much lies in the protected directions"
+    energy = (
+        "; energy: of what earlier stacks write, so much lies in the protected directions; "
+        "overlap: of what its stacks can write, so much lies in an earlier domain's leading "
+        "directions, at most"
+    )
     return Table.of(
         "domains", "Domains, in the order of training",
         dict(list(columns.items())[place] for place in kept),

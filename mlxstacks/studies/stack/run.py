@@ -30,6 +30,7 @@ from mlxstacks.studies.stack.checkpoint import (
 )
 from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.report import done_result, planned_result, round_details
+from mlxstacks.studies.stack.samples import answered_samples
 from mlxstacks.studies.stack.setup import (
     StackSetup,
     guarded,
@@ -265,6 +266,10 @@ class _StackRun:
         details = round_details(
             result.records, bases, self.setup, time.monotonic() - start, checkpoints.resumed_from
         )
+        if self.is_main and self.settings.sample_prompts:
+            self._say(1, f"answers after {plan.name}")
+            served = [*self.setup.served, result.served]
+            details["samples"] = answered_samples(self.setup, served, self.settings.sample_prompts)
         self.domains[plan.name] |= details
         if self.is_main:
             work.set_details({**work.details, plan.name: details})

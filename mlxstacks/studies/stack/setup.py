@@ -55,6 +55,7 @@ class StackSetup:
 
     settings: StackRunSettings
     model: nn.Module
+    tokenizer: Any
     base_model: str
     base_directory: Path
     base_fingerprint: str
@@ -137,8 +138,8 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     except ValueError as error:
         raise InputError(str(error)) from error
     return StackSetup(
-        settings, model, base_name(settings.model), checkpoint.directory, base_fingerprint,
-        in_float32, targets, latent, store, rows, to_train, served, notes,
+        settings, model, tokenizer, base_name(settings.model), checkpoint.directory,
+        base_fingerprint, in_float32, targets, latent, store, rows, to_train, served, notes,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ import mlx.nn as nn
 from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.outputs import PLACES
 from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.guard.run import GuardReport
 from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
@@ -140,7 +141,7 @@ class _Sweep(Study):
                 problems.setdefault(str(error), cell)
         if problems:
             raise InputError("\n".join(f"{cell.name}: {error}" for error, cell in problems.items()))
-        shown = self.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        shown = self.settings.model_dump(mode="json", exclude=PLACES)
         notes = tuple(dict.fromkeys(note for p in self.plans.values() for note in p.notes))
         head = Result(**ABOUT, status="planned", settings=shown, notes=notes)
         if not self.dry_run:

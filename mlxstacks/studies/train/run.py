@@ -27,7 +27,7 @@ from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.lora_modules import CONFIG, MERGE_READY_KEY, LoraModule, mlx_config
-from mlxstacks.files.outputs import check_target, entries, staged_directory, write_json
+from mlxstacks.files.outputs import PLACES, check_target, entries, staged_directory, write_json
 from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.merge_ready import as_stored
@@ -80,7 +80,6 @@ from mlxstacks.training.step import (
 )
 
 # Where a run writes and how it resumes, not what it makes.
-_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
         "guard": guarded_run.as_json(),
         "writes": [str(target)],
     }
-    shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+    shown = settings.model_dump(mode="json", exclude=PLACES)
     return TrainReport("planned", str(target), shown, details, setup.notes)
 
 
@@ -242,7 +241,7 @@ def _loss_plot(report: TrainReport) -> Plot | None:
         for label, points in curves.items()
         if points
     ]
-    if not series:
+    if max(map(len, curves.values())) < 2:  # a point is no curve
         return None
     spans = listed(f"{s.label} from {number(s.y[0])} to {number(s.y[-1])}" for s in series)
     return Plot(

@@ -31,6 +31,8 @@ _COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u20
 
 def print_result(console: "Console", result: "Document") -> None:
     """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
+    from mlxstacks.study.render.words import capital
+
     for block in result.blocks:
         if block.block == "table" and not block.folded:
             _print_table(console, block, result)
@@ -45,7 +47,7 @@ def print_result(console: "Console", result: "Document") -> None:
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
-        console.print(f"Verdict: {result.verdict}", markup=False, style="bold")
+        console.print(f"Verdict: {capital(result.verdict)}", markup=False, style="bold")
     for name, command in result.next_steps.items():
         # In one line however narrow the terminal is, to be pasted.
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)
@@ -93,10 +95,13 @@ def _written(result: "Document") -> str:
 
 def result_text(result: "Document", width: int = 100) -> str:
     """The same as text without colours."""
-    printed = console()
-    printed.file, printed.width = io.StringIO(), width
+    text = io.StringIO()
+    printed = _console_class()(
+        file=text, width=width, highlight=False, emoji=False, force_terminal=False,
+        force_jupyter=False,
+    )  # fmt: skip
     print_result(printed, result)
-    return printed.file.getvalue()
+    return text.getvalue()
 
 
 # --- consoles and tables --------------------------------------------------------------------------
@@ -172,9 +177,12 @@ class Table:
         from rich.table import Table as Grid
         from rich.text import Text
 
-        widths = [self._least_width(index) for index in range(len(self.columns))]
-        # Three blanks between columns, one at each edge.
-        if sum(widths) + 3 * len(widths) - 1 > options.max_width:
+        texts = [[cell_text(cell) for cell in row] for row in self.rows]
+        places = range(len(self.columns))
+        widths, full = self._least_widths(texts), self._widths(self.columns, texts)
+        # Three blanks between columns, two where room is short; one at each edge.
+        gap, heads, room = 3, list(self.columns), options.max_width - 2 * len(places)
+        if sum(widths) > room:
             if self.title is not None:
                 yield Text(self.title, style="italic")
             for row in self.rows:
@@ -184,55 +192,70 @@ class Table:
                 yield Padding(details(shown), (0, 0, 0, 2))
             yield Text("")
             return
-        full_width = sum(map(self._full_width, range(len(widths)))) + 3 * len(widths) - 1
+        if sum(full) + 3 * len(places) - 1 > options.max_width:
+            gap, heads = 2, [_breakable(head) for head in heads]
+            texts = [[_INTERVAL.sub(r"\n\1", text) for text in row] for row in texts]
+            most = self._widths(heads, texts)
+            # Heads of numbers wrap first.
+            most = [widths[n] if self._is_numeric(n) else most[n] for n in places]
+            full = _shared_out(widths, most, room)
+            texts = [list(map(_folded_at_dots, row, full)) for row in texts]
         title = Text(self.title) if self.title is not None else None  # may hold [brackets]
-        grid = Grid(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, column in enumerate(self.columns):
-            numeric = self._is_numeric(index)
-            justify: Literal["left", "right"] = "right" if numeric else "left"
-            # rich takes what is missing from all columns without a width, and cuts the last one
-            fixed = widths[index] if numeric and full_width > options.max_width else None
-            grid.add_column(
-                Text(column if fixed is None else _breakable(column)), justify=justify,
-                overflow="fold", min_width=widths[index], width=fixed,
-            )  # fmt: skip
-        wide = [
-            index
-            for index, least in enumerate(widths)
-            if self._full_width(index) > least and not self._is_numeric(index)
-        ]
-        others = sum(widths) - sum(widths[index] for index in wide) + 3 * len(widths) - 1
-        for row in self.rows:
-            cells = [cell_text(cell) for cell in row]
-            if full_width > options.max_width:
-                cells = [_INTERVAL.sub(r"\n\1", cell) for cell in cells]
-                if len(wide) == 1:  # else rich shares out the room
-                    cells[wide[0]] = _folded_at_dots(cells[wide[0]], options.max_width - others)
-            grid.add_row(*map(Text, cells))
+        grid = Grid(
+            title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+            padding=(0, 1, 0, gap - 2),
+        )  # fmt: skip
+        for n in places:
+            justify: Literal["left", "right"] = "right" if self._is_numeric(n) else "left"
+            # rich narrows what has no width of its own, and then cuts numbers too
+            grid.add_column(Text(heads[n]), justify=justify, overflow="fold", width=full[n])
+        for row in texts:
+            grid.add_row(*map(Text, row))
         yield grid
 
     def _is_numeric(self, index: int) -> bool:
         return all(_is_number(row[index]) for row in self.rows)
 
-    def _full_width(self, index: int) -> int:
-        return max(map(len, [self.columns[index], *(cell_text(row[index]) for row in self.rows)]))
+    def _widths(self, heads: Sequence[str], texts: Sequence[Sequence[str]]) -> list[int]:
+        """Of each column the longest line."""
+        columns = zip(heads, *texts, strict=True)
+        return [
+            max(len(line) for text in column for line in text.split("\n")) for column in columns
+        ]
 
-    def _least_width(self, index: int) -> int:
+    def _least_widths(self, texts: Sequence[Sequence[str]]) -> list[int]:
         """Of a column of numbers the head may wrap between words, a number never; texts fold."""
-        head = _breakable(self.columns[index]).split()
-        cells = [cell_text(row[index]) for row in self.rows]
-        if self._is_numeric(index):
-            return max(map(len, [*head, *cells]), default=1)
-        words = [word for cell in cells for word in cell.split()]
-        least = [min(len(w), _WHOLE_WORD if w.isalpha() else _LEAST_TEXT) for w in words]
-        return max([*map(len, head), *least], default=1)
+        least = []
+        for n, (head, *cells) in enumerate(zip(self.columns, *texts, strict=True)):
+            words = [len(word) for word in _breakable(head).split()]
+            if self._is_numeric(n):
+                words += map(len, cells)
+            else:
+                words += [
+                    min(len(w), _WHOLE_WORD if w.isalpha() else _LEAST_TEXT)
+                    for cell in cells
+                    for w in cell.split()
+                ]
+            least.append(max(words, default=1))
+        return least
+
+
+def _shared_out(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Widths of columns: what is left of the room goes to the narrowest that want more."""
+    widths = list(least)
+    for _ in range(room - sum(least)):
+        wanting = [n for n, width in enumerate(widths) if width < most[n]]
+        if not wanting:
+            break
+        widths[min(wanting, key=widths.__getitem__)] += 1
+    return widths
 
 
 def _folded_at_dots(text: str, width: int) -> str:
-    """A path that is longer than the column, as of a module or a file, in lines that end with a
-    whole name.
+    """A path that is longer than the column, as of a module behind its layer or of a file, in lines
+    that end with a whole name.
     """
-    if len(text) <= width or " " in text:
+    if len(text) <= width or " " in text.lstrip("0123456789").lstrip():
         return text
     cut = max(text.rfind(mark, 0, width) for mark in "./") + 1
     if cut <= 0:

@@ -20,6 +20,7 @@ from mlxstacks.study.render.words import (
     NO_VALUE,
     NOT_MEASURED,
     beginning,
+    capital,
     clean,
     format_cell,
     listed,
@@ -209,10 +210,7 @@ def _environment() -> Environment:
         finalize=lambda value: clean(value, LONGEST) if type(value) is str else value,
     )
     environment.filters["long"] = lambda text, longest: Markup(escape(clean(text, longest)))
-    # A symbol, as in "p = 0.03", stays.
-    environment.filters["capital"] = lambda text: (
-        text if text[1:2] == " " else text[:1].upper() + text[1:]
-    )
+    environment.filters["capital"] = capital
     environment.globals["no_value"] = Markup(f'<span class="missing">{NO_VALUE}</span>')
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from mlxstacks.study.document import Document, Plot, Table
-from mlxstacks.study.render.words import NO_VALUE, clean, format_cell, made_of
+from mlxstacks.study.render.words import NO_VALUE, capital, clean, format_cell, made_of
 
 # What Markdown would read as its own.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~$&])")
@@ -20,7 +20,7 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
     parts = [f"# {_text(result.title)}", _text(made_of(result))]
     parts += [f"**EXPLORATORY**: {_text(reason)}" for reason in result.standing.reasons]
     if result.verdict:
-        parts.append(f"**Verdict.** {_text(result.verdict)}")
+        parts.append(f"**Verdict.** {_text(capital(result.verdict))}")
     if result.plan_sha256:
         hypothesis = _text(str((result.plan or {}).get("hypothesis", "")))
         parts.append(f"Plan `{result.plan_sha256}`, fixed before the first answer. {hypothesis}")

@@ -82,7 +82,7 @@ class ProgressBar:
 
 def duration(seconds: float) -> str:
     """`48 s`, `12 min`, `3.5 h`."""
-    if seconds < 200:
+    if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 

@@ -63,6 +63,11 @@ def beginning(text: str, longest: int) -> str:
     return short(line, longest)
 
 
+def capital(text: str) -> str:
+    """With a capital at its beginning, but for a symbol, as in `p = 0.03`."""
+    return text if text[1:2] == " " else text[:1].upper() + text[1:]
+
+
 def number(value: float | None, digits: int = 4) -> str | None:
     """Significant digits, thousands apart."""
     if value is None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxstacks.arms.scoring import Pair, PairScorer, selection_of
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, score_continuations
 from mlxstacks.layers.selection import Selection
-from mlxstacks.studies.benchmarks.scoring import Pair, PairScorer, selection_of
 
 VOCABULARY = 11
 

@@ -98,10 +98,10 @@ def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> No
 
 def test_scores_of_guessing_are_marked_and_so_is_the_verdict() -> None:
     found = found_of({"mmlu": {"base": marks(50), "routed": marks(55)}})
-    assert "at the level of guessing (25.0%): base, routed" in found.task("mmlu")["marks"]
-    assert "On mmlu every arm is at the level of guessing" in found.verdict
+    assert "not told from guessing (25.0%): base, routed" in found.task("mmlu")["marks"]
+    assert "On mmlu no arm is told from guessing" in found.verdict
     known = found_of({"mmlu": {"base": marks(150), "routed": marks(55)}})
-    assert "at the level of guessing (25.0%): routed" in known.task("mmlu")["marks"]
+    assert "not told from guessing (25.0%): routed" in known.task("mmlu")["marks"]
     assert "every arm" not in known.verdict
 
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlxstacks import base_model
-from mlxstacks.layers.output_head import find_output_head
-from mlxstacks.studies.benchmarks import scoring
-from mlxstacks.studies.benchmarks.scoring import (
+from mlxstacks.arms import scoring
+from mlxstacks.arms.scoring import (
     CachedModel,
     Pair,
     PairScorer,
@@ -26,6 +25,7 @@ from mlxstacks.studies.benchmarks.scoring import (
     find_cached_model,
     sharing_pays,
 )
+from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.studies.benchmarks.settings import ArmName
 from mlxstacks.training.modes import evaluating
 from tests.studies.benchmarks.arm_cases import arms_of, write_adapter
@@ -84,6 +84,7 @@ def test_long_contexts_of_several_continuations_pay_and_others_do_not() -> None:
     ten = [(number, *range(9)) for number in range(4)]
     assert not sharing_pays(50, ten)
     assert sharing_pays(100, ten)
+    assert sharing_pays(50, ten, width=576)  # a token of a wider model costs more
     assert not sharing_pays(100_000, ten[:1])
     # Letters are one row as it is, and a copy is no other row.
     assert not sharing_pays(1000, [(number,) for number in range(5)])
@@ -302,7 +303,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         shared.append(len(context))
         return continuation_log_p(model, context, *rest)
 
-    monkeypatch.setattr("mlxstacks.studies.benchmarks.scoring.continuation_log_p", noted)
+    monkeypatch.setattr("mlxstacks.arms.scoring.continuation_log_p", noted)
     return shared
 
 

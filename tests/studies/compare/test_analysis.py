@@ -20,6 +20,7 @@ from mlxstacks.studies.compare.analysis import (
     analyse,
     check_budgets,
     measures,
+    steps_to_loss,
     verdict,
 )
 from mlxstacks.studies.compare.report import blocks
@@ -193,6 +194,43 @@ def test_curves_are_means_over_seeds_at_the_steps_that_all_have() -> None:
     assert [(line.label, line.x, line.y) for line in plot.series] == [
         ("base", (0, 5), (3.0, 1.5)), ("own", (0, 5), (1.5, 0.75)),
     ]  # fmt: skip
+
+
+CURVES = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=6)
+
+
+def curve(losses: Sequence[float]) -> dict[str, list[tuple[int, float]]]:
+    return {"a": [(10 * place, loss) for place, loss in enumerate(losses)]}
+
+
+@given(own=CURVES, base=CURVES)
+def test_steps_to_a_loss_are_of_the_first_evaluation_there(
+    own: list[float], base: list[float]
+) -> None:
+    one, two = (CellRecord("x", 0, "trained", curves=curve(losses)) for losses in (base, own))
+    found = steps_to_loss([(one, two)], 0.95)["a"]
+    there = [10 * place for place, loss in enumerate(own) if loss <= min(base)]
+    assert (found.steps and found.steps.mean) == (min(there) if there else None)
+    assert (found.reached, found.n) == (bool(there), 1)
+    assert found.target_steps.mean == 10 * base.index(min(base))
+    itself = steps_to_loss([(one, one)], 0.95)["a"].ratio
+    assert getattr(itself, "mean", None) == (None if base[0] == min(base) else 1.0)
+
+
+def test_times_faster_is_a_geometric_mean_over_seeds() -> None:
+    """As published: the loss after 250 steps is there after 100."""
+    slow, fast = curve([3.0, 2.5, 2.2, 2.1, 2.05, 2.0]), curve([3.0, 2.4, 2.0, 1.9, 1.8, 1.7])
+    base = [replace(c, curves=slow) for c in cells("base", (2.0, 2.0))]
+    own = [replace(c, curves=fast) for c in cells("own", (1.7, 1.7))]
+    arm = analysed(*base, *own, seeds=2)[1]
+    assert getattr(arm.to_control["a"].ratio, "mean", None) == pytest.approx(2.5)
+    assert (arm.to_arm["a"].reached, arm.to_arm["a"].steps, arm.to_arm["a"].ratio) == (
+        0, None, None,
+    )  # fmt: skip
+    own[1] = replace(own[1], curves=slow)
+    mixed = analysed(*base, *own, seeds=2)[1].to_control["a"].ratio
+    assert mixed is not None
+    assert mixed.mean == pytest.approx(2.5**0.5)
 
 
 def test_an_arm_may_be_named_as_a_column_was() -> None:

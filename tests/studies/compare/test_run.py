@@ -116,6 +116,7 @@ def test_differences_are_of_pairs(compared: tuple[Path, Result]) -> None:
     entry = result["matrix_differences"]["ungated"]["beta"]["alpha"]
     assert entry == pytest.approx(result["differences"]["ungated of alpha"])
     assert report.verdict.startswith("kept-out against free, ungated, earlier domains: ")
+    assert "by domain" not in report.verdict  # one is earlier
 
 
 def test_an_interrupted_comparison_goes_on(
@@ -169,7 +170,7 @@ def test_another_plan_is_not_gone_on_with(
     use(monkeypatch, stop)
     with pytest.raises(KeyboardInterrupt):
         run(compare_settings(places, target))
-    with pytest.raises(InputError, match="another plan") as error:
+    with pytest.raises(InputError, match="other settings") as error:
         run(compare_settings(places, target, margin=0.5, seeds=(0, 1, 2)))
     assert "margin: was 0.02, now 0.5" in str(error.value)
     assert "seeds: was [0, 1], now [0, 1, 2]" in str(error.value)
@@ -193,6 +194,59 @@ def test_unequal_budgets_are_refused(
     with pytest.raises(InputError, match=problem) as error:
         run(compare_settings(places, tmp_path / "out", arms=arms))
     assert "the arms are to have equal budgets" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arms_may_differ_in_order_and_in_what_a_domain_trains_on(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One seed: what each arm trains and is measured on, and which differences there are."""
+    use(monkeypatch, Cells())
+    noisy = [
+        {"path": "alpha.jsonl", "part": "validation"}, {"path": "gamma.jsonl", "part": "train"},
+    ]  # fmt: skip
+    alpha = {"name": "alpha", "data": {"sources": noisy, "validation_rows": 4}}
+    arms = (
+        {"name": "forward"}, {"name": "reverse", "change": {"domains": ["beta", "alpha"]}},
+        {"name": "noisy", "change": {"domains": [alpha, "beta"]}},
+    )  # fmt: skip
+    report = run(
+        compare_settings(places, tmp_path / "out", arms=arms, seeds=(0,), primary="ungated")
+    )
+    forward, reverse, other = cells_of(report)
+    assert [*reverse.curves] == ["beta", "alpha"]
+    # Before the first step the loss is the base's, of the same rows.
+    assert other.curves["alpha"][0] == forward.curves["alpha"][0]
+    assert other.curves["alpha"][-1] != forward.curves["alpha"][-1]
+    of_reverse = report.data["arms"][1]
+    for domain in ("alpha", "beta"):
+        name = f"ungated of {domain}"
+        wanted = (reverse.values[name] or 0) - (forward.values[name] or 0)
+        assert of_reverse["differences"][name]["mean"] == pytest.approx(wanted, abs=1e-12)
+    assert not {"later_task_loss", "ungated_earlier"} & of_reverse["differences"].keys()
+    assert of_reverse["matrix_differences"]["ungated"] == {}
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert [*plan["data_of_arms"]] == ["noisy"]
+    assert "; by domain alpha " in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("domains", "primary", "problem"),
+    [
+        (["alpha"], "task_loss", "b: beta in one of b and a alone"),
+        (["beta", "alpha"], "ungated_earlier", "of other domains in its order; use ungated"),
+        (
+            [{"name": "alpha", "data": {"sources": "gamma.jsonl", "validation_rows": 4}}, "beta"],
+            "task_loss", "b: alpha is measured on other rows than in a",
+        ),
+    ],
+)  # fmt: skip
+def test_arms_of_other_domains_or_rows_are_refused(
+    places: tuple[Path, Path], tmp_path: Path, domains: list[Any], primary: str, problem: str
+) -> None:
+    arms = ({"name": "a"}, {"name": "b", "change": {"domains": domains}})
+    with pytest.raises(InputError, match=problem):
+        run(compare_settings(places, tmp_path / "out", arms=arms, primary=primary), dry_run=True)
     assert list(tmp_path.iterdir()) == []
 
 

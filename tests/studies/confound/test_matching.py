@@ -15,6 +15,7 @@ from mlxstacks.studies.confound.matching import (
     Probe,
     closest,
     next_scale,
+    saturated,
 )
 
 
@@ -55,6 +56,9 @@ def test_where_nothing_moves_the_first_scale_is_the_last() -> None:
     drowned = [Probe(1.0, 54, 200), Probe(4.0, 112, 200), Probe(16.0, 144, 200)]
     assert next_scale(0.8, drowned) == 64.0
     assert next_scale(0.8, [*drowned, Probe(64.0, 131, 200)]) is None
+    assert saturated(0.8, [*drowned, Probe(64.0, 131, 200)])
+    assert not saturated(0.6, [*drowned, Probe(64.0, 131, 200)])  # it moves enough
+    assert not saturated(0.8, drowned)  # more scale may move more
     # More does not always move more.
     upside_down = [Probe(1.0, 20, 100), Probe(0.25, 60, 100)]
     assert next_scale(0.4, upside_down) is None

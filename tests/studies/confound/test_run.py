@@ -106,7 +106,7 @@ def test_what_is_typed_prints_a_verdict_and_is_done_once(
 ) -> None:
     for words in (
         "Mined 36 items: both wrong", "Arms", "Content: A1 - A0",
-        "Where the score of A1 comes from", "Items that both models got right",
+        "What A1 has to beat",
         "Fused by promote, A1 differs from A0: ",
         "Persona unfused, first to second run: 0 of", f"Verdict: {done.result.verdict}",
     ):  # fmt: skip

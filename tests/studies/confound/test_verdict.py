@@ -181,7 +181,7 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
         (GAIN | {"moved_refit": 297}, "perturbation", (
-            "Only jitter", "a random delta that moves as many answers scores 42.92%, too near",
+            "Only jitter", "a random delta that disturbs as much scores 42.92%, too near",
         )),
         (GAIN | {"shuffled_refit": 297}, "shuffled", (
             "No knowledge that can be shown, only training: fused by refit",
@@ -242,15 +242,23 @@ def test_no_gain_without_every_control(name: str) -> None:
 
 
 def test_a_random_delta_that_moves_too_few_answers_is_no_control() -> None:
-    """A1 moves 300 of 692; a random delta that moves none says nothing about moving."""
+    """A1 moves 300 of 692. A random delta that moves none says nothing about moving, unless no
+    scale moves more: then A1 is no random disturbance.
+    """
     found = case(**GAIN)
     assert found.moved["a1_refit"].changed == 300
-    still = judged({
+    moves_none = {
         "a1_refit": answers_of(300, 692), "a0_refit": answers_of(30, 692),
         "moved_refit": answers_of(0, 692),
-    })  # fmt: skip
-    assert still.outcome == "perturbation"
-    assert "the random delta moves 0.00% (0 of 692) of the answers and A1 43.35%" in verdict(still)
+    }  # fmt: skip
+    still = judged(moves_none)
+    assert still.outcome == "unmatched"
+    moves = "0.00% (0 of 692) of the answers and A1 43.35%"
+    assert verdict(still).startswith("Undecided, the random delta moves too few answers")
+    assert f"but the random delta moves {moves}" in verdict(still)
+    saturated = judged(moves_none, saturated=["refit"])
+    assert saturated.outcome == "content"
+    assert f"No random delta moves as many answers: at most {moves}" in verdict(saturated)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=30))
@@ -307,7 +315,7 @@ def with_rules(answers: list[Answer], boxed: Sequence[bool]) -> list[Answer]:
     ]
 
 
-def judged(arms: dict[str, list[Answer]]) -> Findings:
+def judged(arms: dict[str, list[Answer]], saturated: Sequence[str] = ()) -> Findings:
     n = len(next(iter(arms.values())))
     every = {
         name: answers_of(0, n, step=2 if name.startswith("moved") else 1)
@@ -316,7 +324,7 @@ def judged(arms: dict[str, list[Answer]]) -> Findings:
     right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
     return find(
         every, right, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
-        standing=Standing(), seed=0, resamples=200,
+        standing=Standing(), seed=0, saturated=saturated, resamples=200,
     )  # fmt: skip
 
 

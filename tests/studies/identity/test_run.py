@@ -308,7 +308,7 @@ def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
     killed_after(4)
     with pytest.raises(Killed):
         run(settings_for(places, target))
-    with pytest.raises(InputError, match=r"another plan; it differs in\n  details"):
+    with pytest.raises(InputError, match=r"other settings; it differs in\n  max_tokens"):
         run(settings_for(places, target, max_tokens=4))
     answers = next((work_path(target) / "answers").glob("suite_base.jsonl"))
     changed = rows_of(answers)

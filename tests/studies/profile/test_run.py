@@ -152,7 +152,7 @@ def test_a_stopped_profile_goes_on_with_the_next_group(
         run(settings)
     assert not (tmp_path / "out").exists()
     # With another plan it does not go on.
-    with pytest.raises(InputError, match="another plan; it differs in"):
+    with pytest.raises(InputError, match="other settings; it differs in\n  permutations"):
         run(settings.model_copy(update={"permutations": 50}))
     finished = run(settings)
     assert len(calls) == 5  # two kept, one stopped, two after it

@@ -191,15 +191,35 @@ def test_a_rows_losses_are_those_of_the_one_evaluator(
 def test_several_routers_are_compared(places: Places, tmp_path: Path) -> None:
     routers = write_routers(places, tmp_path / "routers", [1, 2])
     result = evaluate(places, tmp_path / "out", routers=[str(path) for path in routers], gap_rows=0,
-                     sample_prompts=0, random_control=False)  # fmt: skip
+                     sample_prompts=0, random_control=False, similarity=True)  # fmt: skip
     found = result.data
-    assert [router["name"] for router in found["routers"]] == [str(path) for path in routers]
+    *trained, similar = found["routers"]
+    assert [router["name"] for router in trained] == [str(path) for path in routers]
+    assert similar["name"] == route_evaluate.SIMILARITY
+    for router in (trained[1], similar):
+        for mode in ("routed", "routed_hard"):
+            differences, base = router["to_first"]["losses"][mode], trained[0]["losses"][mode]
+            assert differences.keys() == base.keys()
+            for group, difference in differences.items():
+                wanted = router["losses"][mode][group] - base[group]
+                assert difference["value"] == pytest.approx(wanted, abs=1e-9)
+                assert difference["low"] <= difference["value"] <= difference["high"]
+        exact, base_exact = (r["exact_set"]["count"] for r in (router, trained[0]))
+        assert router["to_first"]["set"]["n"] == router["exact_set"]["n"] == 12
+        assert router["to_first"]["set"]["value"] == pytest.approx((exact - base_exact) / 12)
+    assert len(result.table("routers-compared")) == 2
+    found["routers"] = trained
     means = [r["differences"]["base"]["routed"]["all domains"]["value"] for r in found["routers"]]
     assert means[0] != means[1]
     assert found["over_routers"]["routed_to_base"]["mean"] == pytest.approx(np.mean(means))
     assert len(result.table("over-routers")) == len(found["over_routers"])
     assert any("is not known here" in note for note in result.notes)
     assert found["gaps"]["loss"] is None
+
+
+def test_similarity_needs_prompts_that_are_not_measured_on(places: Places, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="similarity needs prompts of alpha, beta that are not"):
+        evaluate(places, tmp_path / "out", rows_per_group=12, similarity=True)
 
 
 def test_rows_that_the_router_was_trained_on_are_left_out(places: Places, tmp_path: Path) -> None:

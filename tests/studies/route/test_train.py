@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from pydantic import ValidationError
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError, TargetError
@@ -20,7 +21,7 @@ from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from mlxstacks.nano import exports
 from mlxstacks.recipe.on_nano import route_train
-from mlxstacks.routing.outcomes import RouterExample, write_lines
+from mlxstacks.routing.outcomes import Outcome, RouterExample, read_outcomes, write_lines
 from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.data import stack_hashes
@@ -109,6 +110,27 @@ def test_router_lands_in_target_and_store(store: Store, base: Path) -> None:
         "code",
         "math",
     }
+
+
+def test_a_router_of_labels_takes_no_outcomes(store: Store, base: Path) -> None:
+    """The same prompts are held out, so both are compared on the same ones."""
+    targets = store.path.parent / "targets"
+    examples, _ = read_outcomes(targets)
+    found = {"code": 0.0, "math": 1.0}
+    lines = [
+        Outcome(e.row_id, e.label, e.kind, 2.0, 1.0, ("math",), (), found, found, {"": 2.0}, ())
+        for e in examples
+    ]
+    write_lines(targets / "outcomes.jsonl", lines)
+    by_outcome = run(settings(store, base, install=False))
+    by_label = run(settings(store, base, install=False, labels_only=True, force=True))
+    counts = [r.data["examples"]["discovered"] for r in (by_outcome, by_label)]
+    assert counts == [len(lines), 0]
+    ids = [r.data["split"]["validation_row_ids"] for r in (by_outcome, by_label)]
+    assert ids[0] == ids[1]
+    assert by_outcome.data["history"] != by_label.data["history"]
+    with pytest.raises(ValidationError, match="labels_only and oracle_only"):
+        settings(store, base, labels_only=True, oracle_only=True)
 
 
 def test_dry_run_and_no_install_leave_the_store_alone(store: Store, base: Path) -> None:

@@ -21,8 +21,10 @@ from mlxstacks.studies.stack.geometry import (
     blocks_of,
     chance_cosine,
     cosines,
+    energy_inside,
     leading,
     mean_spectrum,
+    overlaps,
     projection_name,
     spectrum_of,
 )
@@ -121,6 +123,19 @@ def test_outputs_of_a_stack_lie_in_its_directions() -> None:
     vectors = leading(spectrum_of(blocks_of(stack)), 99)
     assert vectors.shape == (N, 3)
     assert np.abs(delta - delta @ vectors @ vectors.T).max() < 1e-5 * np.abs(delta).max()
+
+
+def test_overlap_against_the_dense_deltas() -> None:
+    one, other = (random_stack(seed=seed, domain=name) for seed, name in ((1, "a"), (2, "b")))
+    stacks = {"here": [one, other], "there": [one]}
+    found = overlaps(stacks, other.id.domain, 3)
+    left, _, _ = np.linalg.svd(dense(one), full_matrices=False)
+    own, vectors = dense(other), left[:, :3]
+    wanted = np.sum((vectors.T @ own) ** 2) / np.sum(own**2)
+    assert found == {one.id.domain: {"share": pytest.approx(wanted), "chance": 3 / len(own)}}
+    blocks = blocks_of(one)
+    assert energy_inside(blocks, left) == pytest.approx(1.0)
+    assert overlaps({"there": [one]}, other.id.domain, 3) == {}
 
 
 def spectrum(*values: float) -> Spectrum:

@@ -99,6 +99,33 @@ def logits_of(places: Places, store: Store) -> mx.array:
     return model(mx.array([tokens]))
 
 
+# --- answers after each domain --------------------------------------------------------------------
+
+
+def test_answers_after_each_domain_change_nothing_that_is_trained(
+    places: Places, whole: Store, tmp_path: Path
+) -> None:
+    """Prompts of all domains by turns; frozen stacks give the answers that they gave."""
+    settings = settings_for(*places, tmp_path / "store", **TWO, sample_prompts=3)
+    report = stack_run.run(settings)
+    assert hashes(tmp_path / "store") == hashes(whole.path)
+    first, last = (report.data["domains"][name]["samples"] for name in ("alpha", "beta"))
+    for samples in (first, last):
+        assert [sample["domain"] for sample in samples] == ["alpha", "beta", "alpha"]
+        assert all("alpha" in s["prompt"] or "beta" in s["prompt"] for s in samples)
+    rows = {row["prompt"]: row["completion"] for name in DOMAINS for row in domain_rows(name)}
+    assert any(question in first[0]["prompt"] for question in rows)
+    assert first[0]["expected"] in rows.values()
+    assert [*first[1]["answers"]] == ["base", "ungated"]
+    assert [*last[1]["answers"]] == ["base", "ungated", "prefix", "isolated"]
+    for before, after in zip(first, last, strict=True):
+        for mode in {"base", "prefix"} & before["answers"].keys():
+            assert after["answers"][mode] == before["answers"][mode]
+    assert last[1]["answers"]["prefix"] == last[1]["answers"]["ungated"]
+    table = report.table("samples")
+    assert [*table["after"]] == ["alpha", "beta"] * 3
+
+
 # --- frozen means frozen --------------------------------------------------------------------------
 
 
@@ -171,6 +198,9 @@ def test_a_frozen_stack_keeps_out_of_the_protected_directions(trained: Any) -> N
         for path, basis in bases.items():
             assert told["projections"][path]["capacity_used"] == basis.capacity
             assert 0 < told["projections"][path]["captured_energy"] <= 1 + 1e-9
+        earlier = list(DOMAINS)[: DOMAINS.index(domain)]
+        assert list(told["overlap"]) == earlier
+        assert all(0 < o["share"] < 1 and 0 < o["chance"] < 1 for o in told["overlap"].values())
 
 
 def test_without_null_space_nothing_is_protected(places: Places, tmp_path: Path) -> None:

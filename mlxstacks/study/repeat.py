@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.recipe.table import COMMANDS
+from mlxstacks.files.outputs import PLACES
 
-# Settings that say where a run writes and how it goes on, not what it makes.
-_PLACES = {"save_path", "force", "resume"}
 _CACHE, _DIGEST = r"nano-[0-9a-f]{16}", r"(?:-[0-9a-f]{12})?"
 # How the paths of `nano.exports.nano_paths` end, wherever cache and package are.
 _ENDS = {
@@ -82,17 +80,15 @@ class Recipe:
     relative: tuple[str, ...] = ()
 
 
-def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe | None:
-    """None where the result says no settings, or is no command's of ours.
+def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of settings of a command.
 
     Law: where the paths left out are those that `command` fills in, it resolves the recipe to the
     settings of the result.
     """
-    if not settings or command not in COMMANDS:
-        return None
     import yaml
 
-    values = {name: value for name, value in settings.items() if name not in _PLACES}
+    values = {name: value for name, value in settings.items() if name not in PLACES}
     of_nano = _nano_parts(command, values)
     values = {name: value for name, value in values.items() if name not in of_nano}
     text: str = yaml.safe_dump(
