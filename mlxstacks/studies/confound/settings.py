@@ -48,8 +48,8 @@ class ConfoundSettings(Settings):
     items: str | None = Field(
         None,
         description="Multiple-choice items: a JSONL file with question_id, question, options, "
-        "answer (a letter), category; or a data set in the Hugging Face cache, as "
-        "TIGER-Lab/MMLU-Pro. Default: nano's own.",
+        "answer (a letter), category and, if wanted, justification; or a data set in the Hugging "
+        "Face cache, as TIGER-Lab/MMLU-Pro. Default: nano's own.",
     )
     suite: str | None = Field(
         None,
