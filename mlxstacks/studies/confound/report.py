@@ -198,7 +198,8 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         ))  # fmt: skip
     yield Table.of(
         "claims", "Content: A1 - A0", columns, rows,
-        caption="Over subjects: by errors clustered over them, too small where they are few. z: "
+        caption="Content is the paper's name for A1 - A0; whether it is knowledge, the table below "
+        "decides. Over subjects: by errors clustered over them, too small where they are few. z: "
         "test of two proportions, the published one; McNemar: exact, on pairs of "
         "answers. All, Holm: the largest p of all that A1 has to beat (below), adjusted for all "
         "policies together.",
