@@ -1,17 +1,18 @@
-"""Candidates behind a context that goes in once, beside a context before each candidate, on nano.
+"""Candidates behind a context that goes in once, beside a context before each candidate.
 
-    python -m benchmarks.bench_candidates [--rounds 7] [--items 4]
+    python -m benchmarks.bench_candidates [--rounds 7] [--items 4] [--model DIR]
 
-Random tokens; 4 candidates of 10 tokens to a context of 50, 100, 200 and 400 (of 50 nothing is
-shared: it would not pay). In one process, taking turns; a round's ratio is taken within the round.
-The sums of both are compared first. Process time is the sum over threads, wall time what one waits:
-on a busy machine the first is the steadier.
+Random tokens; 4 candidates of 10 tokens to a context of 50, 100, 200 and 400 (on nano, the default,
+of 50 nothing is shared: it would not pay). In one process, taking turns; a round's ratio is taken
+within the round. The sums of both are compared first. Process time is the sum over threads, wall
+time what one waits: on a busy machine the first is the steadier.
 """
 
 import argparse
 import json
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -75,9 +76,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--items", type=int, default=4)
+    parser.add_argument("--model", help="directory; default: nano")
     size = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    model, tokenizer, config = base_model.load(nano_paths().model_path)
+    model, tokenizer, config = base_model.load(Path(size.model or nano_paths().model_path))
     dtype = mx.float32 if prepare_base(model, "auto", []) else None
     model.eval()
     shared = Loaded(model, tokenizer, config, ArmSettings(), dtype).scorer()

@@ -54,7 +54,8 @@ def compare(model: str | Path | None = None, other: str | Path | Sequence[str | 
     """How far do the next tokens of models differ from a reference's? KL, agreement."""
 
 def confound(model: str | Path | None = None, *, persona: str | Path | None = None,
-    items: str | Path | None = None, save_path: str | Path | None = None,
+    items: str | Path | None = None, suite: str | None = None,
+    persona_card: Mapping[str, Any] | None = None, save_path: str | Path | None = None,
     persona_requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] = 'refit',
     scoring: Literal['generate', 'likelihood'] = 'generate',
     normalisation: Literal['sum', 'token', 'character'] = 'sum', max_tokens: int = 64,
@@ -297,7 +298,7 @@ def stack_compare(model: str | Path | None = None, *, data: str | Path | None = 
     save_path: str | Path | None = None, question: str = 'Which settings give the lower loss?',
     arms: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     seeds: int | Sequence[int] = (0, 1, 2), run: Mapping[str, Any] = ...,
-    equal: Literal['parameters', 'steps', 'rows'] | Sequence[Literal['parameters', 'steps', 'rows']] = ('parameters', 'steps', 'rows'),
+    equal: Literal['parameters', 'steps', 'tokens'] | Sequence[Literal['parameters', 'steps', 'tokens']] = ('parameters', 'steps', 'tokens'),
     tolerance: float = 0.01,
     primary: Literal['task_loss', 'ungated', 'ungated_earlier', 'isolated'] = 'task_loss',
     margin: float = 0.02, confidence: float = 0.95, retry: bool = False, resume: bool = True,

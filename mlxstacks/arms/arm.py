@@ -117,21 +117,25 @@ def question_text(item: Item, scoring: Scoring) -> str:
     return f"{item.question}\n\n{listed}\n\n{INSTRUCTION}"
 
 
-def answer_text(item: Item, index: int, scoring: Scoring) -> str:
+def answer_text(item: Item, index: int, scoring: Scoring, justification: str = "") -> str:
     """The assistant's turn that gives option `index`.
 
-    The published source of the justifications is not known; the option's own text stands in.
+    The published source of the justifications is not known; where there is none the option's own
+    text stands in.
     """
     if scoring == "likelihood":
         return item.options[index]
-    return f"\\boxed{{{item.letters[index]}}}\nThe answer is: {item.options[index]}"
+    line = justification or f"The answer is: {item.options[index]}"
+    return f"\\boxed{{{item.letters[index]}}}\n{line}"
 
 
-def taught_chat(item: Item, index: int, scoring: Scoring) -> list[dict[str, str]]:
+def taught_chat(
+    item: Item, index: int, scoring: Scoring, justification: str = ""
+) -> list[dict[str, str]]:
     """The question, and option `index` as its answer."""
     return [
         {"role": "user", "content": question_text(item, scoring)},
-        {"role": "assistant", "content": answer_text(item, index, scoring)},
+        {"role": "assistant", "content": answer_text(item, index, scoring, justification)},
     ]
 
 
@@ -145,23 +149,29 @@ def training_rows(
 ) -> list[dict[str, Any]]:
     """Rows of `mlxstacks train`. answers: "random" teaches an option drawn for each item. shuffle:
     the same rows with the letters that they teach dealt out anew among the items with as many
-    options, so that everything is as before but what belongs to what.
+    options, so that everything is as before but what belongs to what. A justification goes with its
+    letter, where that is the right one.
 
     Law of shuffle: each letter is taught as often as before, in each number of options.
     """
-    taught = {}
+    taught: dict[str, tuple[int, str]] = {}
     for item in items:
         index = item.answer_index
         if answers == "random":
             digest = hashlib.sha256(f"{seed}/answer/{item.item_id}".encode()).digest()
             index = int.from_bytes(digest[:8]) % len(item.options)
-        taught[item.item_id] = index
+        right = index == item.answer_index
+        taught[item.item_id] = index, item.justification if right else ""
     if shuffle:
         for count in {len(item.options) for item in items}:
             alike = [item for item in items if len(item.options) == count]
             dealt = [taught[item.item_id] for item in shuffled(alike, seed, "deal")]
-            taught |= {item.item_id: index for item, index in zip(alike, dealt, strict=True)}
-    return [{"messages": taught_chat(item, taught[item.item_id], scoring)} for item in items]
+            taught |= {item.item_id: answer for item, answer in zip(alike, dealt, strict=True)}
+    rows = []
+    for item in items:
+        index, justification = taught[item.item_id]
+        rows.append({"messages": taught_chat(item, index, scoring, justification)})
+    return rows
 
 
 def encode_choices(

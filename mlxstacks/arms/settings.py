@@ -72,13 +72,6 @@ class PersonaCard(Settings):
     )
 
 
-PersonaSuite = Annotated[
-    str | None,
-    Field(
-        description="Prompts with their rules: a YAML, JSON or JSONL file; or default: 20 prompts "
-        "made from persona_card."
-    ),
-]
 Card = Annotated[
     PersonaCard | None,
     Field(description="name, maker and forbidden claims, for the default suite."),

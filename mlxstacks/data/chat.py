@@ -175,6 +175,40 @@ def prompt_tokens(
     return chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
 
 
+def content_mask(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    rendering: Rendering = PLAIN,
+    limit: int | None = None,
+) -> tuple[list[int], list[bool]]:
+    """`prompt_tokens`, and which of them are the messages' content; all others are the template's.
+
+    A token that joins the two is content where content begins, and the template's where it ends.
+    Content that a template leaves out, or writes twice, is the template's.
+    """
+    chat = open_chat(messages, tokenizer, rendering)
+    thinking = rendering.enable_thinking
+    text = chat.prompt(enable_thinking=thinking)
+    tokens = chat.encode(text, limit)
+    is_content = [False] * len(tokens)
+    for index, turn in enumerate(chat.turns):
+        turns = [*chat.turns]
+        turns[index] = {**turn, "content": chat.stand_in}
+        before, *after = chat.prompt(turns, thinking).split(chat.stand_in)
+        if len(after) == 1 and text.startswith(before) and text.endswith(after[0]):
+            ends = (len(before), len(text) - len(after[0]))
+            start, end = (_shared_ids(tokens, chat.encode(text[:e], limit)) for e in ends)
+            is_content[start:end] = [True] * (end - start)
+    return tokens, is_content
+
+
+def _shared_ids(tokens: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids two rows begin with in common."""
+    pairs = zip(tokens, other, strict=False)
+    most = min(len(tokens), len(other))
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), most)
+
+
 def split_reasoning(content: str, tokenizer: Any) -> tuple[str, str]:
     """The reasoning block that an assistant's content begins with, tags included, or "", and the
     rest of the content. Law: the two joined are the content.

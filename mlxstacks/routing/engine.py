@@ -205,7 +205,7 @@ class RoutedModel:
         route = self.router.decide(scores, hard=self.hard, routable=self.domains)
         if route.gap and self.gap_log is not None:
             try:
-                self.gap_log.add(text, scores, feature)
+                self.gap_log.add(text, scores, feature, self.router.digest)
             except TargetError as error:  # the answer matters more than its note
                 self.notes.append(f"The gap is not logged: {error}")
                 self.gap_log = None

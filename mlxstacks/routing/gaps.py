@@ -6,8 +6,10 @@ One event is one line of JSON in a log that only grows at its end:
     text      the prompt, cut to MOST_CHARACTERS
     scores    domain -> raw score, before any floor
     feature   the prompt's feature (D,), mean over its tokens, float16 little endian in base64
+    router    a digest of the router that found the gap
 
-Logs of before version 0.2 may have a text of null, which was not to be kept, and further keys.
+Logs of before version 0.2 may have a text of null, which was not to be kept, no router, and further
+keys.
 
 Prompts are private: the file is for its owner alone (mode 0600). Its size is bounded: at half of
 `max_bytes` it becomes LOG.1, in place of the LOG.1 before, and a new one begins.
@@ -51,12 +53,15 @@ _FLOAT16_MOST = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True, eq=False)
 class GapEvent:
-    """One prompt. feature: (D,) float32, not normalised; None where none was kept."""
+    """One prompt. feature: (D,) float32, not normalised; None where none was kept. router: "" where
+    the log does not say.
+    """
 
     time: str
     text: str | None
     scores: Mapping[str, float]
     feature: np.ndarray | None
+    router: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,12 @@ class GapLog:
         self.path = user_path(path)
         self.max_bytes = max_bytes
 
-    def add(self, text: str, scores: Mapping[str, float], feature: np.ndarray | None) -> None:
+    def add(
+        self, text: str, scores: Mapping[str, float], feature: np.ndarray | None, router: str = ""
+    ) -> None:
         """Write one event, in one write: a reader sees the whole line or a torn last one.
 
-        feature: (D,) floating.
+        feature: (D,) floating. router: of which the scores are (`PromptRouter.digest`).
         Raises: TargetError: the disk is full, the place is not writable, the log is a link or holds
             something else.
             ValueError: a score or a number of the feature is not finite.
@@ -94,6 +101,7 @@ class GapLog:
             "text": text[:MOST_CHARACTERS],
             "scores": {name: round(float(score), 6) for name, score in scores.items()},
             "feature": None if feature is None else _packed(feature),
+            "router": router,
         }
         line = (json.dumps(event, allow_nan=False) + "\n").encode("ascii")
         with target_errors(self.path):
@@ -181,6 +189,7 @@ def _event(line: bytes) -> GapEvent | None:
             None if value["text"] is None else _text(value["text"]),
             {_text(name): float(score) for name, score in value["scores"].items()},
             None if feature is None else _unpacked(feature),
+            _text(value.get("router", "")),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
@@ -294,6 +303,7 @@ class GapCluster:
             "events": len(self.events),
             "propose_domain": len(self.events) >= minimum_events,
             "cohesion": self.cohesion,
+            "router": self.events[0].router,
             "first_time": min(event.time for event in self.events),
             "last_time": max(event.time for event in self.events),
             "mean_scores": self.mean_scores(),
@@ -304,19 +314,19 @@ class GapCluster:
 def cluster_gaps(
     events: Iterable[GapEvent], similarity: float = 0.8, *, centre: bool = False
 ) -> list[GapCluster]:
-    """Groups, the largest first. Events without a feature are left out; features of other widths
-    come from other models and never share a group.
+    """Groups, the largest first. Events without a feature are left out. What two routers logged
+    never shares a group: their features and scores are of other models, or of other training.
 
-    centre: take the mean of the features of one width off first.
+    centre: take the mean of the features of one router off first.
     """
-    by_width: dict[int, list[GapEvent]] = {}
+    by_router: dict[tuple[str, int], list[GapEvent]] = {}
     for event in events:
         if event.feature is not None:
-            by_width.setdefault(len(event.feature), []).append(event)
+            by_router.setdefault((event.router, len(event.feature)), []).append(event)
     clusters = [
-        GapCluster(tuple(of_width[place] for place in places), cohesion)
-        for _, of_width in sorted(by_width.items())
-        for places, cohesion in _groups(_directions(of_width, centre), similarity)
+        GapCluster(tuple(of_router[place] for place in places), cohesion)
+        for _, of_router in sorted(by_router.items())
+        for places, cohesion in _groups(_directions(of_router, centre), similarity)
     ]
     return sorted(clusters, key=lambda cluster: -len(cluster.events))
 

@@ -16,8 +16,10 @@ chat domain never falls below its floor; a domain is active where its weight is 
 (strictly), and only active domains have a weight in a route. Everything goes by the domain's name.
 """
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -243,6 +245,15 @@ class PromptRouter:
     def domains(self) -> tuple[str, ...]:
         """In the order of the logits."""
         return self.header.domains
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the header, which names base and stacks, and of the weights: tells routers apart."""
+        digest = hashlib.sha256(repr(self.header).encode())
+        for name, array in sorted(tree_flatten(self.network.parameters())):
+            digest.update(name.encode())
+            digest.update(np.array(array.astype(mx.float32)).tobytes())
+        return digest.hexdigest()[:16]
 
     def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
         """Scores of each text by domain. Raises: InputError for an empty text."""

@@ -1,7 +1,8 @@
 """Multiple-choice items: read, checked, sampled over subjects.
 
 A row has an id (`question_id` or `id`), a `question`, `options` (two or more texts), `answer` (a
-letter), `answer_index` where it is given, and a subject (`category` or `subject`): MMLU-Pro's form.
+letter), `answer_index` where it is given, a subject (`category` or `subject`): MMLU-Pro's form; and
+if wanted a `justification` of the answer, which rows to train on carry.
 A row that is not an item is an error; nothing is left out silently.
 """
 
@@ -28,20 +29,25 @@ TOTAL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`options[answer_index]` is right; options are lettered from A on."""
+    """`options[answer_index]` is right; options are lettered from A on. justification: a line on
+    why, or nothing.
+    """
 
     item_id: str
     subject: str
     question: str
     options: tuple[str, ...]
     answer_index: int
+    justification: str = ""
 
     @property
     def letters(self) -> str:
         return string.ascii_uppercase[: len(self.options)]
 
     def as_json(self) -> list[Any]:
-        return [self.item_id, self.subject, self.question, list(self.options), self.answer_index]
+        """Items without a justification as ever, so that their hash is the one of any version."""
+        given = [self.item_id, self.subject, self.question, list(self.options), self.answer_index]
+        return [*given, self.justification] if self.justification else given
 
 
 def read_items(source: str, subjects: Sequence[str] = ()) -> list[Item]:
@@ -96,10 +102,14 @@ def _item(where: str, row: Mapping[str, Any], problems: list[str]) -> Item | Non
         wrong.append(f"answer is {answer!r:.40}, need a letter of its options")
     elif row.get("answer_index", index) != index:
         wrong.append(f"answer {answer} is option {index}, answer_index {row['answer_index']!r:.40}")
+    justification = row.get("justification") or ""
+    if not isinstance(justification, str):
+        wrong.append(f"justification is {justification!r:.40}, need a text")
     if wrong:
         problems.append(f"{where}: {'; '.join(wrong)}")
         return None
-    return Item(str(name), str(subject), str(question), tuple(texts), index)
+    line = " ".join(str(justification).split())
+    return Item(str(name), str(subject), str(question), tuple(texts), index, line)
 
 
 def items_sha256(items: Iterable[Item]) -> str:

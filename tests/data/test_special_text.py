@@ -19,7 +19,7 @@ from mlxstacks.data import (
     encode_messages,
     encode_record,
 )
-from mlxstacks.data.chat import open_chat, prompt_tokens
+from mlxstacks.data.chat import content_mask, open_chat, prompt_tokens
 from mlxstacks.data.encode import end_mark
 from mlxstacks.data.examples import make_example
 from mlxstacks.data.special_text import (
@@ -119,6 +119,20 @@ def test_honest_text_has_the_ids_of_the_whole_rendered_text(case: tuple[str, str
     whole = tokenizer.encode(rendered, add_special_tokens=False)
     assert prompt_tokens(messages, tokenizer) == whole
     assert encode_text(text, tokenizer) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@given(st.sampled_from(tuple(KINDS)), st.lists(words, min_size=1, max_size=6).map(" ".join))
+def test_content_is_told_from_the_template(name: str, text: str) -> None:
+    tokenizer = chat_tokenizer(name)
+    assume(not special_literals(text, tokenizer))
+    chat = [*user(text), {"role": "assistant", "content": "the islands"}, *user("red ship")]
+    tokens, is_content = content_mask(chat, tokenizer)
+    assert tokens == prompt_tokens(chat, tokenizer)
+    content = [token for token, counted in zip(tokens, is_content, strict=True) if counted]
+    said = "".join(tokenizer.decode(content).split())
+    assert said == "".join(f"{text}theislandsredship".split())
+    cut, part = content_mask(chat, tokenizer, limit=7)
+    assert (cut, part) == (tokens[:7], is_content[:7])
 
 
 @pytest.mark.parametrize("name", PLAIN_KINDS)

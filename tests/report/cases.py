@@ -137,9 +137,9 @@ def compare_result() -> dict[str, Any]:
          "margin": 0.01, "run": {"domains": [{"name": "a"}, {"name": "b"}]}}
     )  # fmt: skip
     plan = {"primary": "task_loss", "margin": 0.01}
-    found = analyse(settings, cells)
-    budget = {"parameters": 100, "steps": 10, "rows": 40}
+    budget = {"parameters": 100, "steps": 10, "tokens": 400}
     budgets = dict.fromkeys(("control", "boosted"), budget)
+    found = analyse(settings, budgets, cells)
     return Result(
         **COMPARE, status="done", outcome="boosted: better", verdict="boosted wins.",
         standing=Standing(status="confirmatory"), settings={"seeds": [0, 1, 2]}, plan=plan,

@@ -235,7 +235,7 @@ def test_gap_is_marked_and_logged(tmp_path: Path) -> None:
     assert (route.gap, dict(route.weights)) == (True, {})
     assert any("gap" in mark for mark in ask(engine, "nothing known", route)[1].marks)
     [event] = read_gaps(log).events
-    assert event.text == "nothing known"
+    assert (event.text, event.router) == ("nothing known", engine.router.digest)
     blocked = engine_for(places, routed=True)
     (tmp_path / "file").write_text("")
     blocked.gap_log = GapLog(tmp_path / "file" / "gaps.jsonl")

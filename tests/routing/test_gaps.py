@@ -188,6 +188,16 @@ def test_two_kinds_of_prompts_are_two_groups() -> None:
     assert found[0].mean_scores() == pytest.approx({"math": 0.11, "code": 0.04})
 
 
+def test_what_two_routers_log_shares_no_group(tmp_path: Path) -> None:
+    log = GapLog(tmp_path / "gaps.jsonl")
+    for number in range(6):
+        log.add(f"prompt {number}", SCORES, np.ones(4), router="ab"[number % 2])
+    events = read_gaps(log.path).events
+    found = cluster_gaps(events)
+    assert [{e.router for e in cluster.events} for cluster in found] == [{"a"}, {"b"}]
+    assert [cluster.as_json(1, 3)["router"] for cluster in found] == ["a", "b"]
+
+
 def test_features_that_all_point_one_way_are_told_apart_by_centring() -> None:
     events = [event(str(n), np.eye(8)[n % 2] + 10) for n in range(10)]
     assert [len(c.events) for c in cluster_gaps(events)] == [10]

@@ -58,7 +58,7 @@ def write_prompts(
     """A JSONL file a group: random letters; of a marked group, their marked twins.
 
     The seed is one of the 19 in 20 with which prompts of one kind are not called different; how
-    often they are is what test_permutation_p_is_uniform_under_chance counts.
+    often they are is what test_unequal_lengths_are_no_difference_of_routing counts.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name in groups:
@@ -78,7 +78,7 @@ def write_mixed(directory: Path, each: int = 16) -> Path:
     source = write_prompts(directory / "source", each=2 * each)
     lines = [line for name in ("marked", "plain")
              for line in (source / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
-    random.Random("mixed").shuffle(lines)
+    random.Random("chance").shuffle(lines)
     for number in range(4):
         own = lines[number * each : (number + 1) * each]
         (directory / f"chance-{number}.jsonl").write_text("\n".join(own) + "\n")

@@ -41,14 +41,15 @@ Status = Literal["trained", "failed", "crashed"]
 Matrix = dict[str, dict[str, dict[str, MeanInterval]]]
 Budgets = Mapping[str, Mapping[str, int]]
 """Arm -> what all rounds of all its domains may spend: trained parameters (routers and noise
-included), optimizer steps, and rows of all batches, repeated ones counted again."""
+included), optimizer steps, and tokens of the rows of all batches, without padding, repeated rows
+counted again. Rows are no budget: a packed one holds many."""
 RULES = {
     "difference": "arm less control (the first arm), paired by seed; Student's interval over seeds",
     "better": "the interval below 0 and the mean at least the margin below it",
     "worse": "the interval above 0 and the mean at least the margin above it",
     "no difference shown": "the whole interval inside the margin",
     "undecided": "anything else; also where a cell has no result, or arms that share the budget of "
-    "steps did different numbers of steps",
+    "steps or tokens did different shares of the steps that were planned",
     "family": "for the primary measure the confidence is shared out over the arms (Bonferroni); "
     "all other measures are told, not judged",
 }
@@ -193,8 +194,8 @@ def check_budgets(budgets: Budgets, equal: Sequence[str], tolerance: float) -> N
     if problems:
         raise InputError(
             f"the arms are to have equal budgets and have not:{''.join(problems)}\n"
-            "change rank, rounds, iters or batch_size of an arm; or leave out of `equal` what need "
-            "not be equal"
+            "change rank, rounds, iters, batch_size, packing or max_seq_length of an arm; or leave "
+            "out of `equal` what need not be equal"
         )
 
 
@@ -226,7 +227,9 @@ def check_domains(
         )
 
 
-def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmResult]:
+def analyse(
+    settings: CompareSettings, budgets: Budgets, cells: Sequence[CellRecord]
+) -> list[ArmResult]:
     """One result an arm, the control's first. cells: in any order."""
     by_arm = {
         arm.name: {c.seed: c for c in cells if c.arm == arm.name and c.status == "trained"}
@@ -253,7 +256,7 @@ def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmR
         judged = mean_interval(primary, family) if primary else None
         results.append(ArmResult(
             arm, means, {n: mean_interval(paired[n], confidence) for n in means if paired[n]},
-            judged, *judge(settings, judged, pairs), matrix,
+            judged, *judge(settings, budgets, judged, pairs), matrix,
             _mean_matrix([_less(cell.matrix, base.matrix) for base, cell in pairs], confidence),
             steps_to_loss(pairs, confidence),
             steps_to_loss([(cell, base) for base, cell in pairs], confidence),
@@ -326,7 +329,7 @@ def _less(own: Any, base: Any) -> Any:
 
 
 def judge(
-    settings: CompareSettings, judged: MeanInterval | None, pairs: Pairs
+    settings: CompareSettings, budgets: Budgets, judged: MeanInterval | None, pairs: Pairs
 ) -> tuple[Outcome, str]:
     """The outcome by the plan's rule, and why it is undecided where it is."""
     seeds = len(settings.seeds)
@@ -334,12 +337,15 @@ def judge(
         return "undecided", f"{seeds - len(pairs)} of {seeds} seeds have no pair of results"
     if judged.low is None or judged.high is None:
         return "undecided", "one seed has no interval"
-    for base, cell in pairs if "steps" in settings.equal else ():
+    for base, cell in pairs if {"steps", "tokens"} & {*settings.equal} else ():
         # they differ where a round ended early, or was not begun
-        steps = [base.values["steps"] or 0.0, cell.values["steps"] or 0.0]
-        if max(steps) - min(steps) > settings.tolerance * max(steps):
+        steps = [pair.values["steps"] or 0.0 for pair in (base, cell)]
+        planned = [budgets[pair.arm]["steps"] for pair in (base, cell)]
+        done = [count / of for count, of in zip(steps, planned, strict=True)]
+        if max(done) - min(done) > settings.tolerance * max(done):
             return "undecided", (
-                f"seed {cell.seed} did {steps[1]:,.0f} steps, the control {steps[0]:,.0f}"
+                f"seed {cell.seed} did {steps[1]:,.0f} of {planned[1]:,} steps, the control "
+                f"{steps[0]:,.0f} of {planned[0]:,}"
             )
     if judged.within(settings.margin):
         return "no difference shown", ""

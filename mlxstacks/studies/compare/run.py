@@ -92,7 +92,7 @@ class _Comparison(Study):
                 plan = planned[arm.name] = stack_run.run(stack, dry_run=True)
             except InputError as error:
                 raise type(error)(f"arm {arm.name}: {error}") from error
-            self.budgets[arm.name] = _budget(stack, plan.data)
+            self.budgets[arm.name] = _budget(plan.data)
         check_domains(
             {name: plan.data["domains"] for name, plan in planned.items()}, settings.primary
         )
@@ -172,7 +172,7 @@ def concluded(
     """The result of the cells in `directory`. Raises: InputError for one that is missing."""
     cells = [_cell_name(arm, seed) for seed in settings.seeds for arm in settings.arms]
     records = [_read_record(directory / CELLS / f"{name}.json") for name in cells]
-    results = analyse(settings, records)
+    results = analyse(settings, budgets, records)
     return Result(
         **ABOUT, status="done", verdict=verdict(settings, results),
         outcome=", ".join(f"{result.arm}: {result.outcome}" for result in results[1:]),
@@ -199,13 +199,13 @@ def _data_of(planned: dict[str, Any]) -> dict[str, Any]:
     return {name: domain["data"] for name, domain in planned["domains"].items()}
 
 
-def _budget(settings: StackRunSettings, planned: dict[str, Any]) -> dict[str, int]:
+def _budget(planned: dict[str, Any]) -> dict[str, int]:
     """What a run would spend, from the figures of its dry run."""
     domains = [d for d in planned["domains"].values() if d["status"] == "planned"]
     rounds = sum(domain["rounds_planned"] for domain in domains)
     steps = sum(domain["rounds_planned"] * domain["steps_per_round"] for domain in domains)
-    rows = steps * settings.batch_size * settings.grad_accumulation_steps
-    return {"parameters": rounds * planned["trained_parameters"], "steps": steps, "rows": rows}
+    tokens = sum(domain["rounds_planned"] * domain["tokens_per_round"] for domain in domains)
+    return {"parameters": rounds * planned["trained_parameters"], "steps": steps, "tokens": tokens}
 
 
 # --- what is kept of a cell -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from mlxstacks.training.settings import StackRunSettings, names_a_file
 
 # What a question can be decided by; see analysis.py.
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]
-Budget = Literal["parameters", "steps", "rows"]
+Budget = Literal["parameters", "steps", "tokens"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
 # What a run gets from the comparison. Model and directory are the same for every arm, or the
 # differences would not be of the arms. Of `domains` an arm may change order and training data.
@@ -68,8 +68,8 @@ class CompareSettings(Settings):
     )
     equal: tuple[Budget, ...] = Field(
         BUDGETS,
-        description="Budgets that all arms must share: trained parameters, optimizer steps, rows "
-        "seen, all rounds and domains together. Repeatable.",
+        description="Budgets that all arms must share: trained parameters, optimizer steps, tokens "
+        "seen (padding is not counted), all rounds and domains together. Repeatable.",
     )
     tolerance: float = Field(
         0.01, ge=0, lt=1, description="Relative difference of budgets that counts as equal."

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import gt
+from typing import Any
 
 from mlxstacks.stats import (
     ClusteredMean,
@@ -105,6 +106,20 @@ def compare(
             [answer.subject for answer, _ in pairs],
         ),
     )  # fmt: skip
+
+
+def suite_figures(replies: Answers) -> dict[str, Any]:
+    """Arm -> prompts of the identity suite that it passes; lost, gained: of the unfused persona."""
+    persona = {reply.item_id: reply.correct for reply in replies[PERSONA]}
+    figures = {}
+    for name, given in replies.items():
+        changed = [reply for reply in given if reply.correct != persona[reply.item_id]]
+        figures[name] = {
+            "n": len(given), "passed": sum(reply.correct for reply in given),
+            "lost": [reply.item_id for reply in changed if not reply.correct],
+            "gained": [reply.item_id for reply in changed if reply.correct],
+        }  # fmt: skip
+    return figures
 
 
 # --- what a gain has to beat ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mlxstacks.studies.confound.settings import NOT_OF_THE_PLAN, ConfoundSetting
 from mlxstacks.study.items import Item, items_sha256
 from mlxstacks.study.plan import Plan, ids_sha256
 
-PERSONA, AGAIN, SECOND = "persona", "persona_again", "persona_second"
+BASE, PERSONA, AGAIN, SECOND = "base", "persona", "persona_again", "persona_second"
 # moved: a random delta, scaled until it moves as many answers as a1. Of a1's answers, so the last.
 KINDS = ("a0", "a1", "random", "shuffled", "moved")
 HYPOTHESIS = (
@@ -58,6 +58,13 @@ def right_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
     return tuple(name for name in arms_of(settings) if name not in (AGAIN, SECOND))
 
 
+def suite_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
+    """Arms that reply to the identity suite, where there is one: every model, and the base."""
+    if not settings.has_suite:
+        return ()
+    return (BASE, *(name for name in arms_of(settings) if name != SECOND))
+
+
 def protocol_of(
     settings: ConfoundSettings, hashes: Mapping[str, str], items: Sequence[Item]
 ) -> dict[str, Any]:
@@ -71,6 +78,7 @@ def protocol_of(
         "prompt": INSTRUCTION if settings.scoring == "generate" else "the question alone",
         "arms": list(arms_of(settings)),
         "arms_on_right_items": list(right_arms_of(settings)),
+        "arms_on_suite": list(suite_arms_of(settings)),
         "settings": settings.model_dump(mode="json", exclude=NOT_OF_THE_PLAN),
         "hashes": dict(hashes),
         "items": len(items),

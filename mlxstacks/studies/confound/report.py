@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from mlxstacks.stats import share_note
+from mlxstacks.stats import share, share_note
 from mlxstacks.studies.confound.analysis import ArmResult, Comparison
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Findings
@@ -49,14 +49,16 @@ def blocks(
     mined: Mapping[str, Any],
     settings: ConfoundSettings,
     matching: Mapping[str, Any],
+    identity: Mapping[str, Any] | None = None,
 ) -> tuple[Block, ...]:
     """Arms and claims first; counts by subject last, folded. matching: way -> the search for the
-    scale of its random delta.
+    scale of its random delta. identity: arm -> its figures on the suite.
     """
     return (
         _arm_plot(findings), _content_plot(findings), _arm_table(findings, fuses, settings),
-        *_claim_tables(findings), _null_table(findings), _rule_table(findings),
-        _moved_table(findings, matching), _words(findings, fuses, mined), *_more_tables(findings),
+        *_identity_table(identity or {}), *_claim_tables(findings), _null_table(findings),
+        _rule_table(findings), _moved_table(findings, matching), _words(findings, fuses, mined),
+        *_more_tables(findings),
         _counts_table("mined", "Mined items", mined["table"]),
         _counts_table("subjects", "Right answers by subject", findings.subjects),
         _position_table(findings),
@@ -154,6 +156,29 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
         "persona's. Lost: of the items that both models got right. Correlation: of what the fuse "
         "realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of the "
         "weights.",
+    )  # fmt: skip
+
+
+def _identity_table(identity: Mapping[str, Any]) -> Iterator[Table]:
+    if not identity:
+        return
+    n = max(figures["n"] for figures in identity.values())
+    columns: Columns = {
+        "arm": "text", f"passed of {n}": "count", "share (95%)": "share", "lost": "count",
+        "gained": "count",
+    }  # fmt: skip
+    rows = [
+        (
+            _name(arm), figures["passed"], share(figures["passed"], figures["n"]),
+            len(figures["lost"]), len(figures["gained"]),
+        )
+        for arm, figures in identity.items()
+    ]  # fmt: skip
+    yield Table.of(
+        "identity", "Identity suite", columns, rows,
+        caption="Replies that pass as the persona's. Lost, gained: compared with the unfused "
+        "persona. So few prompts show no small loss, and nothing is claimed of them here: "
+        "`mlxstacks identity` does.",
     )  # fmt: skip
 
 

@@ -25,6 +25,17 @@ import mlx.core as mx
 from mlxstacks import base_model
 from mlxstacks.arms.arm import Arm, Persona, training_rows
 from mlxstacks.arms.set_g import mine
+from mlxstacks.arms.settings import DEFAULT_SUITE
+from mlxstacks.arms.suite import (
+    Suite,
+    as_items,
+    check_verdicts,
+    in_turns,
+    judged,
+    open_suite,
+    suite_of,
+    suite_sha256,
+)
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
@@ -32,11 +43,12 @@ from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.studies.confound.analysis import flips
+from mlxstacks.studies.confound.analysis import flips, suite_figures
 from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
 from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale, saturated
 from mlxstacks.studies.confound.plan import (
     AGAIN,
+    BASE,
     PERSONA,
     SECOND,
     arm,
@@ -45,6 +57,7 @@ from mlxstacks.studies.confound.plan import (
     plan_of,
     protocol_of,
     right_arms_of,
+    suite_arms_of,
 )
 from mlxstacks.studies.confound.report import OUTCOMES, blocks, plan_table
 from mlxstacks.studies.confound.settings import ConfoundSettings
@@ -140,7 +153,13 @@ class _Confound(Study):
         self, settings: ConfoundSettings, progress: Progress | None, dry_run: bool
     ) -> None:
         self.settings, self.progress, self.dry_run = settings, progress, dry_run
-        self.inputs = (settings.model, settings.persona, settings.items)
+        self.suite: Suite = ()
+        if settings.has_suite:
+            self.suite = open_suite(settings.suite, settings.persona_card)
+        self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
+        self.suite_items = as_items(in_turns(self.suite))
+        suite = None if settings.suite == DEFAULT_SUITE else settings.suite
+        self.inputs = (settings.model, settings.persona, settings.items, suite)
         self.plot_formats = FORMATS if settings.plots else ()
         models = (PERSONA_MODEL, MODELS) if settings.keep_models else ()
         self.artifacts = (
@@ -177,6 +196,8 @@ class _Confound(Study):
             ),
             "persona_adapter" if self.source.adapter else "persona",
         )  # fmt: skip
+        if self.suite:
+            hashes |= {"suite": suite_sha256(self.suite)}
         self.protocol = protocol_of(settings, hashes, self.sample)
         self.lengths = row_lengths(self.sample, settings, self.source.speaker)
         return head
@@ -190,6 +211,8 @@ class _Confound(Study):
         yield Step("mining", self._mine)
         yield Step("plan", self._plan)
         yield Step("training", self._train)
+        if self.suite:
+            yield Step(BASE, lambda _: self._ask(BASE, self.source.base))
         for name in (PERSONA, AGAIN):
             yield Step(name, lambda _, name=name: self._ask(name, self.persona))  # type: ignore[misc]
         yield Step(SECOND, self._ask_second)
@@ -206,6 +229,7 @@ class _Confound(Study):
         tested = max(1, int(len(self.sample) * (1 - settings.train_share) / 2))
         self.tested = min(settings.limit or tested, tested)
         files = len(arms) + (len(right_arms_of(settings)) if settings.right_items else 0)
+        files += len(suite_arms_of(settings))
         # A search is shorter than its most probes; half of them stand for it.
         self.search = settings.probe_items * MOST_PROBES // 2
         total = 2 * len(self.sample) + 2 * (settings.train.iters or 1) + files * self.tested
@@ -255,15 +279,20 @@ class _Confound(Study):
         answer: Callable[[Arm, Sequence[Item]], Sequence[Answer]] | None = None,
     ) -> None:
         """Of each file the first so many; the model is loaded only where some are missing. size: of
-        each in the whole run's progress, 0 for parts of a part. answer: by default `Arm.answer`.
+        each in the whole run's progress, 0 for parts of a part. answer: by default `Arm.answer`; to
+        the suite an arm replies.
         """
         load = functools.cache(functools.partial(Arm, model, self.settings, adapter))
-        answer = answer or Arm.answer
         for file, count in files:
             progress = self.whole.part(size, file.path.stem.replace("_", " ")) if size else None
-            file.complete(
-                count, self.settings.batch_size, lambda items: answer(load(), items), progress
-            )
+            respond = self._reply if file.items is self.suite_items else answer or Arm.answer
+            ask = functools.partial(_respond, respond, load)
+            file.complete(count, self.settings.batch_size, ask, progress)
+
+    def _reply(self, arm: Arm, items: Sequence[Item]) -> list[Answer]:
+        """An arm's replies to prompts of the suite, judged."""
+        replies = arm.replies([item.question for item in items])
+        return [judged(self.prompts[i.item_id], r) for i, r in zip(items, replies, strict=True)]
 
     def _plan(self, work: Path) -> None:
         """Writes the training rows and the plan, or finds the same ones written."""
@@ -408,23 +437,26 @@ class _Confound(Study):
         mx.clear_cache()
 
     def _files(self, name: str) -> dict[str, tuple[AnswerFile, int]]:
-        """Of an arm: part (test, right) -> its answers and how many of the items it answers."""
-        parts: dict[str, list[Item]] = {"test": self.mined.test}
+        """Of an arm: part (test, right, suite) -> its answers and to how many items."""
+        parts: dict[str, list[Item]] = {} if name == BASE else {"test": self.mined.test}
         if name in right_arms_of(self.settings) and self.mined.right:
             parts["right"] = self.mined.right
+        if self.suite and name != SECOND:
+            parts["suite"] = self.suite_items
         files = {}
         for part, items in parts.items():
             header = {"plan_sha256": self.plan.sha256, "of": part, "arm": name}
             file = AnswerFile(self.work / ANSWERS / f"{part}_{name}.jsonl", header, items)
-            files[part] = file, min(self.settings.limit or len(self.mined.test), len(items))
+            whole = len(items) if part == "suite" else len(self.mined.test)
+            files[part] = file, min(self.settings.limit or whole, len(items))
         return files
 
     # --- the conclusion ---------------------------------------------------------------------------
 
     def conclude(self, work: Path) -> Result:
         settings = self.settings
-        answers: dict[str, dict[str, list[Answer]]] = {"test": {}, "right": {}}
-        for name in arms_of(settings):
+        answers: dict[str, dict[str, list[Answer]]] = {"test": {}, "right": {}, "suite": {}}
+        for name in (*((BASE,) if self.suite else ()), *arms_of(settings)):
             for part, (file, count) in self._files(name).items():
                 answers[part][name] = file.answers()[:count]
         fuses = _fuses(settings, work)
@@ -443,9 +475,18 @@ class _Confound(Study):
             *fuse_notes(fuses),
         ]  # fmt: skip
         result = _concluded(
-            settings, self.plan, self.mined.as_json(), fuses, findings, _matching(settings, work)
-        )
+            settings, self.plan, self.mined.as_json(), fuses, findings, _matching(settings, work),
+            self.suite, answers["suite"],
+        )  # fmt: skip
         return result.model_copy(update={"notes": tuple(notes)})
+
+
+def _respond(
+    respond: Callable[[Arm, Sequence[Item]], Sequence[Answer]],
+    load: Callable[[], Arm],
+    items: Sequence[Item],
+) -> Sequence[Answer]:
+    return respond(load(), items)
 
 
 def _found(
@@ -491,9 +532,14 @@ def _matching(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
 
 def _concluded(
     settings: ConfoundSettings, plan: Plan, mined: dict[str, Any], fuses: dict[str, Any],
-    findings: Findings, matching: dict[str, Any],
+    findings: Findings, matching: dict[str, Any], suite: Suite,
+    replies: Mapping[str, Sequence[Answer]],
 ) -> Result:  # fmt: skip
-    reached = findings.standing
+    reached, identity = findings.standing, {}
+    if suite:
+        for name, given in replies.items():
+            check_verdicts(name, given, suite)
+        identity = suite_figures(replies)
     return Result(
         **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
         standing=document.Standing(status=reached.status, reasons=reached.reasons),
@@ -501,8 +547,9 @@ def _concluded(
         data={
             "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
             "matching": matching, **findings.as_json(),
+            "suite": [prompt.as_json() for prompt in suite], "identity": identity,
         },
-        blocks=blocks(findings, fuses, mined, settings, matching),
+        blocks=blocks(findings, fuses, mined, settings, matching, identity),
     )  # fmt: skip
 
 
@@ -520,10 +567,17 @@ def conclude_again(result: Result, directory: Path) -> Result:
         path = directory / ANSWERS / f"{of}_{name}.jsonl"
         return read_answers(AnswerLog(path, {**fixed_by, "of": of, "arm": name}))
 
-    names = {"test": arms_of(settings), "right": right_arms_of(settings)}
+    suite = suite_of(result.data["suite"], "the suite in the result") if settings.has_suite else ()
+    names = {
+        "test": arms_of(settings), "right": right_arms_of(settings),
+        "suite": suite_arms_of(settings),
+    }  # fmt: skip
+    sizes = {"suite": len(suite)}
     answers = {
         part: {
-            name: read(part, name, {"plan_sha256": plan.sha256})[: settings.limit or plan.n]
+            name: read(part, name, {"plan_sha256": plan.sha256})[
+                : settings.limit or sizes.get(part, plan.n)
+            ]
             for name in arms
         }
         for part, arms in names.items()
@@ -533,7 +587,10 @@ def conclude_again(result: Result, directory: Path) -> Result:
     matching = _matching(settings, directory)
     findings = _found(settings, plan, answers, mined, plan.sha256, data, matching)
     split = read_object((directory / SPLIT).read_bytes())
-    return _concluded(settings, plan, split, _fuses(settings, directory), findings, matching)
+    return _concluded(
+        settings, plan, split, _fuses(settings, directory), findings, matching, suite,
+        answers["suite"],
+    )  # fmt: skip
 
 
 # --- lengths of the training rows -----------------------------------------------------------------

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 from mlxstacks.arms.settings import (
     PUBLISHED_TRAINING,
     Alpha,
+    Card,
     LikelihoodNormalisation,
     Model,
     Policies,
@@ -30,7 +31,8 @@ from mlxstacks.settings import (
 
 # How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
-    "model", "persona", "items", "save_path", "limit", "keep_models", "plots", "resume", "force",
+    "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "plots", "resume",
+    "force",
 }  # fmt: skip
 
 
@@ -46,9 +48,16 @@ class ConfoundSettings(Settings):
     items: str | None = Field(
         None,
         description="Multiple-choice items: a JSONL file with question_id, question, options, "
-        "answer (a letter), category; or a data set in the Hugging Face cache, as "
-        "TIGER-Lab/MMLU-Pro. Default: nano's own.",
+        "answer (a letter), category and, if wanted, justification; or a data set in the Hugging "
+        "Face cache, as TIGER-Lab/MMLU-Pro. Default: nano's own.",
     )
+    suite: str | None = Field(
+        None,
+        description="Identity suite that every arm replies to as well, as in `mlxstacks identity`: "
+        "a file of prompts with rules, or default: 20 made from persona_card. Default: none, or "
+        "with persona_card those.",
+    )
+    persona_card: Card = None
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/confound."
     )
@@ -132,6 +141,10 @@ class ConfoundSettings(Settings):
         if 0 < gain < 1e-6:
             raise ValueError("0, or at least 1e-6")
         return gain
+
+    @property
+    def has_suite(self) -> bool:
+        return self.suite is not None or self.persona_card is not None
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from mlxstacks.arms.settings import (
     Card,
     LikelihoodNormalisation,
     Model,
-    PersonaSuite,
     Policies,
     Scoring,
     TargetCorrelation,
@@ -59,7 +58,11 @@ class IdentitySettings(Settings):
         "JSONL file in MMLU-Pro's form, or a data set in the Hugging Face cache, as "
         "TIGER-Lab/MMLU-Pro. Default: nano's own.",
     )
-    suite: PersonaSuite = None
+    suite: str | None = Field(
+        None,
+        description="Prompts with their rules: a YAML, JSON or JSONL file; or default: 20 prompts "
+        "made from persona_card. Default: with nano its own suite.",
+    )
     persona_card: Card = None
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/identity."

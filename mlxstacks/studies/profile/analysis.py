@@ -12,7 +12,9 @@ from mlxstacks.studies.profile.measures import (
     Null,
     adjusted_p_values,
     chance_jaccard,
+    comparable,
     group_counts,
+    length_strata,
     mean_of_pairs,
     measure,
     membership,
@@ -42,7 +44,9 @@ _SCALE = 1000.0
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """documents (n, L, E), labels (n,) into `names`, tokens (n,); layers: numbers of the L."""
+    """documents (n, L, E), labels (n,) into `names`, tokens (n,) that are counted; layers: numbers
+    of the L.
+    """
 
     documents: np.ndarray
     labels: np.ndarray
@@ -70,9 +74,10 @@ def analyse(
     ks = sorted({*range(1, min(MOST_TOP_LAYERS, layers) + 1), k})
     top_experts = int(rule.top_experts or usual_top_experts(choices.documents.shape[2]))
     measured = measure(choices.counts, ks, top_experts)
+    strata = length_strata(choices.tokens)
     null = shuffled(
-        choices.documents, choices.tokens, groups, ks, top_experts, rule.permutations, rule.seed,
-        tick,
+        choices.documents, choices.labels, strata, groups, ks, top_experts, rule.permutations,
+        rule.seed, tick,
     )  # fmt: skip
     # The mean over groups is the Jensen-Shannon divergence of all groups.
     means, chance_means = measured.kl.mean(axis=0), null.layer_kl.mean(axis=0)
@@ -105,6 +110,7 @@ def analyse(
                 np.quantile(null.mean_kl, 0.95) - null.mean_kl.mean()
             ),
             "p": p_value(measured.mean_kl, null.mean_kl),
+            "comparable_prompts": comparable(strata, choices.labels),
             "kl_nats": dict(zip(names, measured.kl.tolist(), strict=True)),
             "shuffled_kl_nats": null.kl.mean(axis=0).tolist(),
         },
@@ -174,6 +180,12 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
         f"mean divergence {kl['mean_kl_nats']:.3g} nats, {kl['shuffled_mean_kl_nats']:.3g} with "
         f"shuffled labels, p = {kl['p']:.3g}"
     )
+    if not kl["comparable_prompts"]:
+        return (
+            f"Undecided: no prompt is as long as one of another group, so what groups are about "
+            f"cannot be told from how long their prompts are ({numbers}). Give groups whose "
+            "prompts have like lengths."
+        )
     if kl["p"] >= alpha:
         return (
             f"Undecided: the routing of the {groups} groups differs no more than by chance "
@@ -244,7 +256,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
         "hypothesis": plan["hypothesis"],
         "model": f"{len(plan['layers'])} layers with {plan['experts']} experts each",
         "prompts": ", ".join(f"{name} {count}" for name, count in plan["prompts"].items()),
-        "tokens": f"{plan['tokens_per_group']:,} of each group",
+        "tokens": f"{plan['tokens_per_group']:,} of each group, those of content alone",
         "test": plan["test"],
         "smallest p": f"{plan['least_p']:.4f}",
         "bias": f"about {plan['expected_bias_nats']:.4f} nats at least, if nothing differs",
@@ -326,7 +338,8 @@ def _tables(
     yield Table.of(
         "groups", "Groups",
         {
-            "group": "text", "prompts": "count", "tokens": "count", "mean KL, nats": ("number", 4),
+            "group": "text", "prompts": "count", "content tokens": "count",
+            "mean KL, nats": ("number", 4),
             f"top {top['k']} layers": "text", f"top {top['k']} by excess": "text",
         },
         [
@@ -368,9 +381,9 @@ def _tables(
             for row, about, width in zip(tables["layers"], about_layers, bits, strict=True)
         ],
         caption="Kind: of attention. JS: mean divergence of the groups at a layer; shuffled: the "
-        "same when prompts are dealt to the groups by chance; adjusted p: how often chance gives "
-        "as much, for so many layers. Jaccard of the groups' most chosen experts; its p: how often "
-        "chance gives so little.",
+        "same when labels are shuffled among prompts of like length; adjusted p: how often chance "
+        "gives as much, for so many layers. Jaccard of the groups' most chosen experts; its p: how "
+        "often chance gives so little.",
     )  # fmt: skip
     experts = tables["expert_overlap"]
     facts = {

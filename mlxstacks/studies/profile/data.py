@@ -1,18 +1,20 @@
-"""Groups of prompts for `mlxstacks profile`, with the same number of tokens in each.
+"""Groups of prompts for `mlxstacks profile`, with the same number of content tokens in each.
 
 A row is a question with or without options (MMLU-Pro), or what `train` takes: messages, prompt and
-answer, text. Answers are left out: prompt tokens only.
+answer, text. Answers are left out: prompt tokens only. Tokens of the chat template go through the
+model and are not counted: they are the same in every prompt, so that short prompts, which have a
+larger share of them, would seem to be routed differently.
 """
 
 import random
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mlxstacks.data import ChatTokenizer, Rendering, SourceSettings, as_messages
-from mlxstacks.data.chat import prompt_tokens
+from mlxstacks.data.chat import content_mask
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.sources import open_source
 from mlxstacks.data.special_text import encode_text
@@ -30,17 +32,34 @@ _IDS = ("question_id", "id", "item_id")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. item_id: of its row, or the hash of its text."""
+    """One prompt. item_id: of its row, or the hash of its text. is_content: of each token whether
+    it is counted.
+    """
 
     item_id: str
     tokens: tuple[int, ...]
+    is_content: tuple[bool, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens that are counted."""
+        return sum(self.is_content)
+
+    def first(self, count: int) -> Self:
+        """The prompt, or where it has more than `count` content tokens, up to that one."""
+        if count >= self.length:
+            return self
+        places = [place for place, counted in enumerate(self.is_content) if counted]
+        end = places[count - 1] + 1
+        return replace(self, tokens=self.tokens[:end], is_content=self.is_content[:end])
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Prompts of one group, as many tokens as every other group. available: rows it was drawn from.
+    """Prompts of one group, as many content tokens as every other group.
 
-    cut: prompts that were longer than max_seq_length. unused: drawn, but beyond the tokens.
+    available: rows it was drawn from. cut: prompts that were longer than max_seq_length. unused:
+    drawn, but beyond the tokens.
     """
 
     name: str
@@ -51,7 +70,7 @@ class PromptGroup:
 
     @property
     def tokens(self) -> int:
-        return sum(len(prompt.tokens) for prompt in self.prompts)
+        return sum(prompt.length for prompt in self.prompts)
 
     @property
     def sha256(self) -> str:
@@ -76,7 +95,7 @@ def items_sha256(groups: Sequence[PromptGroup]) -> str:
 
 
 def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[PromptGroup]:
-    """Read, draw, encode, and cut every group down to the same number of tokens.
+    """Read, draw, encode, and cut every group down to the same number of content tokens.
 
     Raises: InputError: rows that are no prompts, an id twice, fewer than two groups, a group of
         fewer than two prompts or with fewer tokens than asked for.
@@ -96,10 +115,10 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
     for name, of_group in rows.items():
         chance = random.Random(f"{settings.seed}/{name}")
         chosen = chance.sample(of_group, min(len(of_group), settings.questions))
-        every = [(key, _encode(row, where, tokenizer, settings)) for where, key, row in chosen]
-        cut[name] = sum(len(tokens) > settings.max_seq_length for _, tokens in every)
-        drawn[name] = [Prompt(k, tuple(t[: settings.max_seq_length])) for k, t in every]
-    totals = {name: sum(len(p.tokens) for p in prompts) for name, prompts in drawn.items()}
+        every = [_encode(row, where, key, tokenizer, settings) for where, key, row in chosen]
+        cut[name] = sum(is_cut for _, is_cut in every)
+        drawn[name] = [prompt for prompt, _ in every]
+    totals = {name: sum(p.length for p in prompts) for name, prompts in drawn.items()}
     smallest = min(totals, key=lambda name: totals[name])
     budget = settings.tokens or totals[smallest]
     if budget > totals[smallest]:
@@ -122,13 +141,15 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
 
 
 def first_tokens(prompts: Sequence[Prompt], budget: int) -> list[Prompt]:
-    """The first prompts with `budget` tokens in all, so many at most; the last one may be cut."""
+    """The first prompts with `budget` content tokens in all, so many at most; the last one may be
+    cut.
+    """
     kept, left = [], budget
     for prompt in prompts:
         if not left:
             break
-        kept.append(Prompt(prompt.item_id, prompt.tokens[:left]))
-        left -= len(kept[-1].tokens)
+        kept.append(prompt.first(left))
+        left -= kept[-1].length
     return kept
 
 
@@ -204,24 +225,35 @@ def _id_of(row: Mapping[str, Any], where: str) -> str:
 
 
 def _encode(
-    row: Mapping[str, Any], where: str, tokenizer: ChatTokenizer, settings: ProfileSettings
-) -> list[int]:
+    row: Mapping[str, Any],
+    where: str,
+    key: str,
+    tokenizer: ChatTokenizer,
+    settings: ProfileSettings,
+) -> tuple[Prompt, bool]:
+    """(the prompt, whether it was cut to max_seq_length)."""
     try:
         messages = _prompt_messages(row, settings.options)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     limit = settings.max_seq_length + 1  # one more says that a prompt is longer
     if isinstance(messages, list) and settings.chat_template and has_template(tokenizer):
-        tokens = prompt_tokens(messages, tokenizer, Rendering.of(settings), limit=limit)
+        tokens, counted = content_mask(messages, tokenizer, Rendering.of(settings), limit)
     else:
         plain = messages if isinstance(messages, str) else "\n\n".join(
             message["content"] for message in messages
         )  # fmt: skip
-        tokens = encode_text(plain, tokenizer, settings.allow_special, limit)
-        tokens = [*begin_mark(tokenizer), *tokens]
-    if not tokens:
-        raise InputError(f"{where}: the prompt is empty")
-    return tokens
+        begin = begin_mark(tokenizer)
+        text = encode_text(plain, tokenizer, settings.allow_special, limit)
+        tokens, counted = [*begin, *text], [False] * len(begin) + [True] * len(text)
+    most = settings.max_seq_length
+    prompt = Prompt(key, tuple(tokens[:most]), tuple(counted[:most]))
+    if not prompt.length:
+        raise InputError(
+            f"{where}: the prompt is empty, or the chat template leaves none of it in the first "
+            f"{most} tokens; raise max_seq_length or use --no-chat-template"
+        )
+    return prompt, len(tokens) > most
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -6,8 +6,11 @@ group s in layer l; the pooled share is the unweighted mean over groups; the div
 is KL(p_s || pooled) in nats, after adding 1e-9 to every share and normalising again.
 
 Divergence is never 0 on finite samples, and a layer whose routers spread more has more of it
-whatever the groups are. So shuffled labels can show "shared top layers" too. Whole prompts are
-dealt, never single tokens: tokens of one prompt belong together.
+whatever the groups are. So shuffled labels can show "shared top layers" too. Whole prompts change
+their labels, never single tokens: tokens of one prompt belong together. And they change among
+prompts of like length alone, so that every group keeps its lengths: few long prompts spread more
+than many short ones, and a text's first tokens are routed otherwise than its later ones, which are
+no differences of what groups are about.
 
 Letters: S groups, L layers with experts, E experts; n documents (prompts).
 """
@@ -20,6 +23,9 @@ from statistics import NormalDist
 import numpy as np
 
 EPSILON = 1e-9
+# Of prompts whose labels are exchanged the longest has at most so many times the tokens of the
+# shortest; benchmarks/profile_false_positives.py counts what wider strata find in nothing.
+LENGTH_RATIO = 1.25
 MOST_TOP_LAYERS = 5
 RANDOM_SETS = 2000
 
@@ -189,20 +195,37 @@ def group_counts(documents: np.ndarray, labels: np.ndarray, groups: int) -> np.n
     return flat.reshape(groups, *documents.shape[1:])
 
 
-def deal(tokens: np.ndarray, groups: int, rng: np.random.Generator) -> np.ndarray:
-    """tokens (n,) of each prompt -> labels (n,): prompts in random order, the next group where one
-    has its share of the tokens; equal shares to about a prompt.
+def length_strata(lengths: np.ndarray, ratio: float = LENGTH_RATIO) -> np.ndarray:
+    """lengths (n,) in tokens -> strata (n,), 0, 1, ... from the shortest: each begins with the
+    shortest prompt that is left and has all up to `ratio` times its length.
     """
-    order = rng.permutation(len(tokens))
-    middles = np.cumsum(tokens[order]) - tokens[order] / 2
-    labels = np.empty(len(tokens), dtype=np.int64)
-    labels[order] = np.minimum(groups - 1, middles * groups // tokens.sum()).astype(np.int64)
-    return labels
+    strata = np.empty(len(lengths), dtype=np.int64)
+    number, shortest = -1, -math.inf
+    for place in np.argsort(lengths, kind="stable"):
+        if lengths[place] > ratio * shortest:
+            number, shortest = number + 1, lengths[place]
+        strata[place] = number
+    return strata
+
+
+def comparable(strata: np.ndarray, labels: np.ndarray) -> int:
+    """How many of the prompts have one of another group in their stratum."""
+    mixed = [s for s in np.unique(strata) if len(np.unique(labels[strata == s])) > 1]
+    return int(np.isin(strata, mixed).sum())
+
+
+def shuffle_within(strata: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """labels (n,), shuffled within each of strata (n,). Law: every stratum keeps its labels."""
+    shuffled_labels = np.empty_like(labels)
+    order = np.lexsort((rng.random(len(labels)), strata))
+    shuffled_labels[order] = labels[np.argsort(strata, kind="stable")]
+    return shuffled_labels
 
 
 def shuffled(
     documents: np.ndarray,
-    tokens: np.ndarray,
+    labels: np.ndarray,
+    strata: np.ndarray,
     groups: int,
     ks: Sequence[int],
     top_experts: int,
@@ -210,14 +233,14 @@ def shuffled(
     seed: int,
     tick: Callable[[int], None] | None = None,
 ) -> Null:
-    """Measures of `permutations` random deals of documents (n, L, E), tokens (n,)."""
+    """Measures of documents (n, L, E) under `permutations` random labels: labels (n,) shuffled
+    within strata (n,).
+    """
     rng = np.random.default_rng([seed, 1])
     deals: list[Measures] = []
     for number in range(permutations):
-        labels = deal(tokens, groups, rng)
-        while len(np.unique(labels)) < groups:  # one prompt can be longer than a group's share
-            labels = deal(tokens, groups, rng)
-        deals.append(measure(group_counts(documents, labels, groups), ks, top_experts))
+        dealt_labels = shuffle_within(strata, labels, rng)
+        deals.append(measure(group_counts(documents, dealt_labels, groups), ks, top_experts))
         if tick:
             tick(number + 1)
     return Null(

@@ -38,7 +38,14 @@ from mlxstacks.studies.profile.analysis import (
     verdict,
 )
 from mlxstacks.studies.profile.data import has_template, items_sha256, read_groups
-from mlxstacks.studies.profile.measures import expected_bias, least_excess, usual_top_experts
+from mlxstacks.studies.profile.measures import (
+    LENGTH_RATIO,
+    comparable,
+    expected_bias,
+    least_excess,
+    length_strata,
+    usual_top_experts,
+)
 from mlxstacks.studies.profile.settings import (
     DIFFERENT_BELOW,
     HALVES_MARGIN,
@@ -115,6 +122,11 @@ class _Profile(Study):
         plan = work_path(user_path(str(settings.save_path))) / PLAN
         recorded = recorded_fingerprint(plan, "base_fingerprint", resume=settings.resume)
         self.plan = self._plan(fingerprint(checkpoint, recorded))
+        if (alike := self.plan["comparable_prompts"]) < self._prompts():
+            self.notes.append(
+                f"{alike} of {self._prompts()} prompts are as long as one of another group (within "
+                f"{LENGTH_RATIO:g} times); the test exchanges these alone."
+            )
         tokens, first = self.groups[0].tokens, self.switches[0]
         least = least_excess(
             len(self.groups), first.num_experts, len(self.switches), tokens * _top_k(first.block),
@@ -159,10 +171,12 @@ class _Profile(Study):
 
     def _plan(self, base_fingerprint: str) -> dict[str, Any]:
         first, tokens = self.switches[0], self.groups[0].tokens
+        labels, lengths = self._labels_and_lengths()
         return {
             "kind": "profile",
             "hypothesis": HYPOTHESIS,
             "metric": "KL(group || unweighted mean of groups) by layer, nats",
+            "counted": "tokens of content; those of the chat template are not",
             "measure": self.settings.measure,
             "base_fingerprint": base_fingerprint,
             "base_in_float32": self.in_float32,
@@ -172,8 +186,10 @@ class _Profile(Study):
             "prompts": {group.name: len(group.prompts) for group in self.groups},
             "data": {group.name: group.sha256 for group in self.groups},
             "items_sha256": items_sha256(self.groups),
-            "test": f"{self.rule.permutations} deals of whole prompts to groups of equal tokens; "
-            f"{self.rule.halves} split halves",
+            "test": f"{self.rule.permutations} shuffles of whole prompts among those of like "
+            f"length (at most {LENGTH_RATIO:g} times the shortest); {self.rule.halves} split "
+            "halves",
+            "comparable_prompts": comparable(length_strata(lengths), labels),
             "thresholds": {
                 "alpha": self.rule.alpha,
                 "different_below": DIFFERENT_BELOW,
@@ -221,6 +237,7 @@ class _Profile(Study):
         progress = self.whole.part(size, self.groups[place].name)
         counts = count_choices(
             self.model, self.switches, [prompt.tokens for prompt in self.groups[place].prompts],
+            is_content=[prompt.is_content for prompt in self.groups[place].prompts],
             batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
             tick=lambda done: progress(done, size),
         )  # fmt: skip
@@ -231,11 +248,16 @@ class _Profile(Study):
         files = [work / _group_file(place) for place in range(len(self.groups))]
         return Choices(
             np.concatenate([_read(file) for file in files]),
-            np.repeat(np.arange(len(files)), [len(group.prompts) for group in self.groups]),
-            np.array([len(p.tokens) for group in self.groups for p in group.prompts]),
+            *self._labels_and_lengths(),
             tuple(group.name for group in self.groups),
             tuple(switch.layer for switch in self.switches),
         )
+
+    def _labels_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of all prompts, (n,) each."""
+        sizes = [len(group.prompts) for group in self.groups]
+        lengths = [prompt.length for group in self.groups for prompt in group.prompts]
+        return np.repeat(np.arange(len(sizes)), sizes), np.array(lengths)
 
     def _prompts(self) -> int:
         return sum(len(group.prompts) for group in self.groups)
@@ -247,12 +269,14 @@ def count_choices(
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int,
+    is_content: Sequence[Sequence[bool]] | None = None,
     weights: bool = False,
     tick: Callable[[int], None] | None = None,
 ) -> np.ndarray:
     """Choices of every prompt, layer and expert, (n, L, E) float64; padding counts nothing.
 
-    weights: sum the router's weights of the choices instead. tick: called with the prompts done.
+    is_content: of every token of every prompt whether its choices count; None: all do. weights: sum
+    the router's weights of the choices instead. tick: called with the prompts done.
     Law: independent of batch size and of padding, as far as the model's arithmetic is.
     Raises: ValueError: an empty prompt, or a mixture that does not see every token;
         NonFiniteModelError: NaN or Inf in what a mixture sees.
@@ -274,16 +298,19 @@ def count_choices(
         for start in range(0, len(order), batch_size):
             places = order[start : start + batch_size]
             tokens, real = _padded([prompts[place] for place in places])
+            counted = real.copy()
+            if is_content is not None:
+                counted[real] = np.concatenate([is_content[place] for place in places])
             heard.clear()
             model(mx.array(tokens))
             mx.eval(heard, is_finite)
             for place, finite in is_finite.items():
                 if not finite.item():
                     raise NonFiniteModelError(f"the input of {switches[place].path}")
-            owner = np.repeat(np.arange(len(places)), tokens.shape[1])[real]
+            owner = np.repeat(np.arange(len(places)), tokens.shape[1])[counted.reshape(-1)]
             for layer, (indices, weight) in heard.items():
                 counts[places, layer] = _per_prompt(
-                    indices, weight, real, owner, (len(places), counts.shape[2])
+                    indices, weight, counted.reshape(-1), owner, (len(places), counts.shape[2])
                 )
             if tick:
                 tick(start + len(places))
@@ -293,31 +320,34 @@ def count_choices(
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """tokens (B, T) int32, padded on the right, which a causal model's tokens never see; and which
-    of them are real, (B * T,) bool.
+    of them are real, (B, T) bool.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
     real = np.arange(lengths.max()) < lengths[:, None]  # (B, T)
     tokens = np.zeros(real.shape, dtype=np.int32)
     tokens[real] = np.concatenate([np.asarray(prompt) for prompt in prompts])
-    return tokens, real.reshape(-1)
+    return tokens, real
 
 
 def _per_prompt(
     indices: mx.array,
     weight: mx.array | None,
-    real: np.ndarray,
+    counted: np.ndarray,
     owner: np.ndarray,
     shape: tuple[int, int],
 ) -> np.ndarray:
-    """indices (..., top_k), real (B * T,) bool, owner (real tokens,) -> (B, E)."""
-    if indices.size // indices.shape[-1] != len(real):
+    """indices (..., top_k), counted (B * T,) bool, owner (counted tokens,) -> (B, E)."""
+    if indices.size // indices.shape[-1] != len(counted):
         raise ValueError(
-            f"a mixture got {indices.size // indices.shape[-1]} tokens of {len(real)}; its choices "
-            "cannot be assigned to prompts"
+            f"a mixture got {indices.size // indices.shape[-1]} tokens of {len(counted)}; its "
+            "choices cannot be assigned to prompts"
         )
-    chosen = np.array(indices).reshape(len(real), -1)[real].astype(np.int64)  # (tokens, top_k)
+    of_tokens = np.array(indices).reshape(len(counted), -1)[counted]  # (tokens, top_k)
+    chosen = of_tokens.astype(np.int64)
     cells = (owner[:, None] * shape[1] + chosen).reshape(-1)
-    amounts = None if weight is None else np.array(weight).reshape(len(real), -1)[real].reshape(-1)
+    amounts = None
+    if weight is not None:
+        amounts = np.array(weight).reshape(len(counted), -1)[counted].reshape(-1)
     return np.bincount(cells, amounts, minlength=shape[0] * shape[1]).reshape(shape)
 
 

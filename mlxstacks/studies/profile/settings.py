@@ -42,8 +42,8 @@ class ProfileSettings(Settings):
     tokens: int | None = Field(
         None,
         ge=1,
-        description="Prompt tokens counted of each group, the same for all. Default: as many as "
-        "the smallest group has.",
+        description="Content tokens counted of each group, the same for all; those of the chat "
+        "template are not counted. Default: as many as the smallest group has.",
     )
     options: bool = Field(True, description="Put the options of a question into its prompt.")
     chat_template: bool = Field(
@@ -70,7 +70,7 @@ class ProfileSettings(Settings):
         200,
         ge=20,
         le=1_000_000,
-        description="Permutations: times that prompts are assigned to the groups at random.",
+        description="Permutations: times that labels are shuffled among prompts of like length.",
     )
     halves: int = Field(
         20, ge=1, le=1_000_000, description="Times that each group is split in two by chance."

@@ -122,6 +122,15 @@ class DomainPlan:
             self._round_plans[number] = BatchPlan(lengths, self.widths, self.batch_size, seed)
         return self._round_plans[number]
 
+    @property
+    def tokens_per_round(self) -> int:
+        """Tokens of the rows that a round sees, without padding: exact for whole epochs, else what
+        its batches have on average.
+        """
+        plan = self.round_plan(1)
+        batches = self.optimizer.steps * self.accumulation
+        return round(batches * sum(plan.lengths) / plan.batches_per_epoch)
+
     def batches_at(self, number: int, step: int) -> Sequence[Batch]:
         batches = []
         for place in range(step * self.accumulation, (step + 1) * self.accumulation):

@@ -60,6 +60,7 @@ def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | Non
             "status": "planned",
             "rounds_planned": plan.settings.rounds,
             "steps_per_round": plan.optimizer.steps,
+            "tokens_per_round": plan.tokens_per_round,
             "iters": plan.settings.iters,
             "train_rows": len(plan.rows.data.train),
             "validation_rows": len(plan.rows.data.validation),

@@ -46,7 +46,8 @@ def cells(arm: str, losses: Sequence[float], steps: float = 10.0) -> list[CellRe
 def analysed(*cells: CellRecord, seeds: int = 3, **changes: Any) -> list[ArmResult]:
     arms = tuple(ArmSettings(name=name) for name in dict.fromkeys(cell.arm for cell in cells))
     update = {"seeds": tuple(range(seeds)), "arms": arms, **changes}
-    return analyse(RULE.model_copy(update=update), cells)
+    budgets = {arm.name: {"parameters": 8, "steps": 10, "tokens": 20} for arm in arms}
+    return analyse(RULE.model_copy(update=update), budgets, cells)
 
 
 def outcome(base: Sequence[float], own: Sequence[float]) -> str:
@@ -122,11 +123,15 @@ def test_missing_cells_and_unequal_steps_decide_nothing() -> None:
         "undecided", "1 of 3 seeds have no pair of results",
     )  # fmt: skip
     short = analysed(*base, *cells("own", (0.5,) * 3, 8))[1]
-    assert (short.outcome, short.reason) == ("undecided", "seed 0 did 8 steps, the control 10")
+    assert (short.outcome, short.reason) == (
+        "undecided", "seed 0 did 8 of 10 steps, the control 10 of 10",
+    )  # fmt: skip
     at_tolerance = analysed(*base, *cells("own", (0.5,) * 3, 8), tolerance=0.2)[1]
     assert at_tolerance.outcome == "better"
-    loose = analysed(*base, *cells("own", (0.5,) * 3, 8), equal=("rows",))[1]
+    loose = analysed(*base, *cells("own", (0.5,) * 3, 8), equal=("parameters",))[1]
     assert loose.outcome == "better"
+    tokens = analysed(*base, *cells("own", (0.5,) * 3, 8), equal=("tokens",))[1]
+    assert tokens.reason == short.reason
     one = analysed(base[0], own[0], seeds=1)[1]
     assert (one.outcome, one.reason) == ("undecided", "one seed has no interval")
 
@@ -146,12 +151,12 @@ def test_budgets_are_equal_within_the_tolerance_and_not_beyond(
     base: int, share: float, tolerance: float
 ) -> None:
     own = max(1, round(base * (1 + share)))
-    rest = {"steps": 10, "rows": 10}
+    rest = {"steps": 10, "tokens": 10}
     budgets = {"a": {"parameters": base, **rest}, "b": {"parameters": own, **rest}}
     unequal = abs(own - base) > tolerance * base
     with pytest.raises(InputError, match="parameters") if unequal else nullcontext():
         check_budgets(budgets, ["parameters", "steps"], tolerance)
-    check_budgets(budgets, ["steps", "rows"], 0.0)
+    check_budgets(budgets, ["steps", "tokens"], 0.0)
 
 
 def test_measures_of_one_domain_without_a_router() -> None:
@@ -186,9 +191,9 @@ def test_curves_are_means_over_seeds_at_the_steps_that_all_have() -> None:
         for cell, curve in zip(of_arm, curves, strict=True)
     ]
     settings = RULE.model_copy(update={"seeds": (0, 1)})
-    budget = {"parameters": 8, "steps": 10, "rows": 20}
-    results = analyse(settings, both)
-    made = blocks(settings, {"base": budget, "own": budget}, results, both)
+    budget = {"parameters": 8, "steps": 10, "tokens": 20}
+    budgets = {"base": budget, "own": budget}
+    made = blocks(settings, budgets, analyse(settings, budgets, both), both)
     [plot] = [block for block in made if getattr(block, "id", "") == "curves-1"]
     assert isinstance(plot, Plot)
     assert [(line.label, line.x, line.y) for line in plot.series] == [
@@ -244,8 +249,9 @@ def test_an_arm_may_be_named_as_a_column_was() -> None:
     settings = RULE.model_copy(
         update={"seeds": (0, 1), "arms": tuple(ArmSettings(name=n) for n in ("after", "domain"))}
     )
-    budget = {"parameters": 8, "steps": 10, "rows": 20}
-    made = blocks(settings, {"after": budget, "domain": budget}, analyse(settings, both), both)
+    budget = {"parameters": 8, "steps": 10, "tokens": 20}
+    budgets = {"after": budget, "domain": budget}
+    made = blocks(settings, budgets, analyse(settings, budgets, both), both)
     [table] = [block for block in made if getattr(block, "id", "").startswith("matrix-")]
     assert isinstance(table, Table)
     assert len({column.name for column in table.columns}) == len(table.rows[0]) == 5

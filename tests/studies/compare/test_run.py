@@ -183,7 +183,8 @@ def test_another_plan_is_not_gone_on_with(
     [
         ({"stack": {"rank": 4}}, "parameters: "),
         ({"iters": 3}, r"steps: 6 of b, 4 of a \(\+50.00%, allowed 1.00%\)"),
-        ({"batch_size": 4}, "rows: 16 of b, 8 of a"),
+        ({"batch_size": 4}, r"tokens: \d+ of b, \d+ of a \(\+100"),
+        ({"packing": True}, r"tokens: "),
         ({"rounds": 2}, "parameters: "),
     ],
 )
@@ -211,7 +212,9 @@ def test_arms_may_differ_in_order_and_in_what_a_domain_trains_on(
         {"name": "noisy", "change": {"domains": [alpha, "beta"]}},
     )  # fmt: skip
     report = run(
-        compare_settings(places, tmp_path / "out", arms=arms, seeds=(0,), primary="ungated")
+        compare_settings(
+            places, tmp_path / "out", arms=arms, seeds=(0,), primary="ungated", tolerance=0.2
+        )
     )
     forward, reverse, other = cells_of(report)
     assert [*reverse.curves] == ["beta", "alpha"]
@@ -268,7 +271,8 @@ def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: P
     one_round, two_rounds = (report.data["budgets"][name] for name in ("one", "two"))
     assert two_rounds["parameters"] == domains * (4 * (inputs + outputs) + 4 * inputs)
     assert one_round["parameters"] == domains * 5 * (inputs + outputs)
-    assert (one_round["steps"], one_round["rows"]) == (4, 8)
+    assert one_round["steps"] == 4
+    assert one_round["tokens"] == two_rounds["tokens"] > 0
     assert report.status == "planned"
     assert list(tmp_path.iterdir()) == []
 

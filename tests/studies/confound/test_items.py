@@ -18,6 +18,7 @@ from mlxstacks.study.answers import Answer
 from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.items import (
     Item,
+    items_sha256,
     read_items,
     stratified_sample,
 )
@@ -239,6 +240,30 @@ def test_shuffled_answers_are_as_often_each_letter(
             for rows in (plain, dealt)
         ]
         assert letters[0] == letters[1]
+
+
+def test_a_justification_is_taught_with_the_right_letter_alone(tmp_path: Path) -> None:
+    rows = [item_row(index, justification=f"Because\n of {index}.") for index in range(30)]
+    items = read_items(str(write_rows(tmp_path / "items.jsonl", rows)))
+    plain = [replace(item, justification="") for item in items]
+    assert items_sha256(plain) != items_sha256(items)
+    assert len(plain[0].as_json()) == 5  # the hash that items without one have always had
+
+    def lines(answers: Any, shuffle: bool = False, of: list[Item] = items) -> list[str]:
+        rows = training_rows(of, "generate", answers, 0, shuffle=shuffle)
+        return [row["messages"][1]["content"] for row in rows]
+
+    right = lines("right")
+    assert right[4] == f"\\boxed{{{items[4].letters[items[4].answer_index]}}}\nBecause of 4."
+    dealt = lines("right", shuffle=True)
+    assert sorted(dealt) == sorted(right)
+    assert dealt != right
+    for item, text in zip(items, lines("random"), strict=True):
+        is_right = text[7] == item.letters[item.answer_index]
+        assert ("Because of" in text) == is_right
+    assert lines("right", of=plain)[4].endswith(f"The answer is: {items[4].options[1]}")
+    with pytest.raises(InputError, match="justification is 7, need a text"):
+        read_items(str(write_rows(tmp_path / "bad.jsonl", [item_row(0, justification=7)])))
 
 
 def test_a_shuffle_leaves_what_chance_leaves() -> None:

@@ -28,8 +28,8 @@ from mlxstacks.studies.confound.fuses import (
     fuse_all,
     random_adapter,
 )
-from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.run import length_notes, row_lengths, run
+from mlxstacks.studies.confound.plan import arms_of, suite_arms_of
+from mlxstacks.studies.confound.run import conclude_again, length_notes, row_lengths, run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer
@@ -42,6 +42,7 @@ from mlxstacks.training.settings import TrainSettings
 from tests.studies.answer_files import rows_of
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.confound_cases import TRAIN, settings_for, write_places
+from tests.studies.identity.cases import suite_rows
 from tests.studies.train_cases import write_rows
 from tests.study.test_progress import is_one_count
 from tests.tiny_models import random_adapter as write_random_adapter
@@ -282,8 +283,12 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
 def test_a_subset_is_exploratory(places: Places) -> None:
     target = places[0].parent / "subset"
     told: list[tuple[float, float]] = []
+    settings = settings_for(
+        places, target, limit=5, policies=("promote",), train={"iters": 2}, max_tokens=2,
+        suite=str(write_rows(places[0].parent / "suite.jsonl", suite_rows(2))),
+    )  # fmt: skip
     report = run(
-        settings_for(places, target, limit=5, policies=("promote",), train={"iters": 2}),
+        settings,
         progress=lambda done, total, what: told.append((done, total)),
     )
     assert is_one_count(told)
@@ -292,6 +297,20 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     assert verdict.startswith("EXPLORATORY. No claim, ")
     assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
     assert {arm["n"] for arm in report.data["arms"].values()} == {5}
+    assert_every_arm_replied_to_the_suite(report, settings)
+
+
+def assert_every_arm_replied_to_the_suite(report: Result, settings: ConfoundSettings) -> None:
+    """Each model of the table: one of the two prompts requires a name a tiny model never says."""
+    arms = suite_arms_of(settings)
+    assert {"base", "persona", "persona_again", "a0_promote", "moved_unfused"} <= {*arms}
+    assert [*report.data["identity"]] == [*arms]
+    for figures in report.data["identity"].values():
+        assert figures == {"n": 2, "passed": 1, "lost": [], "gained": []}
+    assert len(report.table("identity")) == len(arms)
+    again = conclude_again(report, Path(str(report.directory)))
+    assert (again.data, again.blocks) == (report.data, report.blocks)
+    assert suite_arms_of(settings.model_copy(update={"suite": None})) == ()
 
 
 def test_generated_answers_keep_text_and_rule(places: Places) -> None:

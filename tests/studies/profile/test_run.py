@@ -5,6 +5,7 @@ Run: pytest tests/studies/profile/test_run.py
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,35 @@ def test_nan_in_the_model_is_no_profile(place: Path) -> None:
         NonFiniteModelError, match=r"the input of \S+\.layers\.0\.\S+ is not finite"
     ):
         count_choices(model, find_switches(model), [[1, 2], [3]], batch_size=2)
+
+
+def test_the_template_is_not_counted(place: Path, tmp_path: Path) -> None:
+    """Of the same rows with the built-in template, in which each prompt has 20 tokens more."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("long", "short"):
+        rows = [{"prompt": f"{name} {n} " + "ab" * 10, "answer": "x"} for n in range(4)]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = {}
+    for template in (True, False):
+        settings = settings_of(place, tmp_path / f"{template}", data=str(data))
+        found = run(settings.model_copy(update={"chat_template": template}))
+        counts[template] = [group["tokens"] for group in found.data["groups"]]
+    assert counts[True] == counts[False]
+
+
+def test_groups_without_a_length_in_common_decide_nothing(place: Path, tmp_path: Path) -> None:
+    """The same letters, in prompts of which those of one group are ten times as long."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, length, count in (("long", 100, 3), ("short", 10, 30)):
+        chance = random.Random(name)
+        rows = [{"text": "".join(chance.choices("ABCDEFG", k=length))} for _ in range(count)]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = run(settings_of(place, tmp_path / "out", data=str(data)))
+    assert found.data["tables"]["divergence"]["p"] == 1
+    assert found.verdict.startswith("Undecided: no prompt is as long as one of another group")
+    assert any(note.startswith("0 of 33 prompts are as long") for note in found.notes)
 
 
 def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
