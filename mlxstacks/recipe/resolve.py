@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
+_OF_THE_PERSONA = ("suite", "persona_data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,8 @@ def _with_nano(
         return settings, ()
     # An empty text is no omission but an unset variable of a shell: it must not become nano.
     empty = tuple(key for key in row.nano if getattr(settings, key) in (None, ()))
+    if "persona" in row.nano and "persona" not in empty:  # nano's rows and prompts are of nano's
+        empty = tuple(key for key in empty if key not in _OF_THE_PERSONA)
     if not empty:
         return settings, ()
     if "model" in row.nano and "model" not in empty:

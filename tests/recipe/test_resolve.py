@@ -236,3 +236,10 @@ def test_numbers_that_no_test_or_memory_can_have_are_refused(
 def test_a_key_of_nested_settings_is_named_whole() -> None:
     with pytest.raises(InputError, match=r"unknown key 'rank': here it is 'train\.rank'"):
         resolve("confound", {"rank": 4})
+
+
+def test_a_persona_of_ones_own_gets_neither_the_rows_nor_the_prompts_of_nanos() -> None:
+    resolved = resolve("identity", {"persona": "mine"})
+    settings: Any = resolved.settings
+    assert (settings.suite, settings.persona_data) == (None, None)
+    assert set(resolved.from_nano) == {"model", "items"}
