@@ -47,6 +47,10 @@ def results_page() -> str:
     return "---\nsearch:\n  boost: 0.3\n---\n\n" + (ROOT / "benchmarks/RESULTS.md").read_text()
 
 
+# Pages whose tables need the room of the table of contents.
+WIDE = {"howto/papers.md"}
+
+
 def on_config(config: Any) -> Any:
     """The pages of the commands go into the navigation, below Reference, families as folds."""
     for section in config.nav:
@@ -70,6 +74,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f'<div class="picture" data-search-exclude>{pictures()[match[1]]}</div>'
 
     markdown = re.sub(r"^<!-- picture: ([a-z-]+) -->$", drawn, markdown, flags=re.M)
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     return with_pages(markdown, page.file.src_uri)
 
 
