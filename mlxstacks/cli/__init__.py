@@ -25,10 +25,10 @@ from mlxstacks.cli.recipes import list_command, run_command
 from mlxstacks.cli.shell import completion_command
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
 
-HELP = """Stack LoRA adapters on quantized mixture-of-experts models, on MLX.
+HELP = """Fuse, train, stack and route LoRA adapters on quantized models, natively on MLX.
 
-Commands run without arguments on nano, a small built-in model, and write to ./mlxstacks-out; those
-that cannot say what they need. `mlxstacks COMMAND --help` lists what a command takes.
+Without arguments a command runs on nano, a small built-in model, and writes to ./mlxstacks-out; one
+that needs more says what. `mlxstacks COMMAND --help` lists what a command takes.
 """
 
 EPILOG = "`mlxstacks completion --help` says how a shell completes what you type."
