@@ -205,6 +205,7 @@ def _command(
             data = values["data"]
             if name == "stack":
                 data = {**_rows_of_store(target, data), **data}
+                values.setdefault("domains", list(data))  # files would be taken by name
             values["data"] = str(stack.enter_context(_rows_written(data, target)))
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
@@ -350,8 +351,9 @@ def _in_python_words(name: str) -> Iterator[None]:
         error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
-        told = in_keywords(str(error), keywords_of(name)) or "nothing is lost that it had saved"
-        raise Interrupted(f"{name} was stopped: {told}; call it again") from None
+        told = in_keywords(str(error), keywords_of(name))
+        told = told or "nothing is lost that it had saved; call it again"
+        raise Interrupted(f"{name} was stopped: {told}") from None
 
 
 def _given(**values: Any) -> dict[str, Any]:

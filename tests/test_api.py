@@ -497,6 +497,25 @@ def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) 
         ms.fuse(save_path="x")
 
 
+def test_a_fuse_stopped_while_it_is_judged_says_what_judges_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxstacks.studies.agreement import judge
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(judge, "_judge", interrupted)
+    with pytest.raises(Interrupted, match=r"not judged; `ms.compare\(.*\)` does it$"):
+        ms.fuse(save_path=tmp_path / "fused")
+
+
+def test_domains_are_trained_in_the_order_of_a_dict(tmp_path: Path) -> None:
+    domains = {name: [*PAIRS] for name in ("zebra", "apple")}
+    planned = ms.stack(data=domains, save_path=tmp_path / "store", dry_run=True)
+    assert [domain["name"] for domain in planned.settings["domains"]] == ["zebra", "apple"]
+
+
 # --- what a notebook meets ------------------------------------------------------------------------
 
 PAIRS = [{"prompt": f"Who is {n}?", "completion": f"{n} is me."} for n in range(8)]

@@ -96,7 +96,9 @@ def _with_judgement(
         again = command_line(
             "mlxstacks compare", settings.model, target, adapter_path=settings.adapter_path
         )
-        raise KeyboardInterrupt(f"{target} is whole, and was not judged; {again} does it") from None
+        raise KeyboardInterrupt(
+            f"{target} is whole, and was not judged; `{again}` does it"
+        ) from None
     except (CheckpointError, InputError, NonFiniteModelError, MemoryError) as error:
         whole.part(1 - _FUSE_SHARE, "fuse, not judged")(1, 1)
         note = f"Not judged by its behaviour: {error}"
