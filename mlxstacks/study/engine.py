@@ -213,10 +213,12 @@ def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
     what = f"{planned.kind} results"
     try:
         keep_plan(work / PLAN, planned.plan, what, _found(work, provenance))
-    except OtherRunError:
-        if (work / SETTINGS).is_file():
+    except OtherRunError as error:
+        try:
             before = read_object((work / SETTINGS).read_bytes())
-            check_same(work, f"{what} with other settings", before, settings)
+        except (OSError, ValueError):  # of an earlier version, or damaged
+            raise error from None
+        check_same(work, f"{what} with other settings", before, settings)
         raise
     write_json(work / SETTINGS, settings)
 

@@ -265,7 +265,7 @@ def judge(findings: Findings, way: str) -> Judgement:
     rates = ", ".join(
         f"{null.name} {null.expected / null.n:.1%}" for null in tested if null.name != FORM
     )
-    p_value = max(null.p_value if len(tested) < len(others) else null.p_adjusted for null in tested)
+    p_value = max(null.p_adjusted for null in (zero, *tested))
     beats = f"({rates}; largest p {p_value:.2g})"
     if len(tested) < len(others):
         words = (
