@@ -45,6 +45,8 @@ LONGEST_TICK = 34
 MOST_ROWS, MOST_DENSE_ROWS, MOST_LINES, MOST_COLUMNS = 40, 400, 12, 512
 _MOST_CELLS = 10_240  # 40 layers of 256 experts
 _ROW_INCHES, _LEAST_TICK_INCHES = 0.2, 0.17
+# A plot of more rows is higher than a screen: its legend and its axis stand on top too.
+_TALL_ROWS = 24
 # A heat map is at most as wide as a page.
 _WIDEST_INCHES = 9.0
 # Values this near to each other differ by rounding: colours would make a pattern of it.
@@ -102,7 +104,11 @@ def figure_of(plot: Plot) -> Any:
         # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it:
         # matplotlib's own wrapping reads a dollar sign as a formula's, whatever text.parse_math
         # says.
-        figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
+        above = [legend for legend in figure.legends if legend._outside_loc == "upper"]
+        if above:  # a title would lie over it
+            above[0].set_title(short(plot.title, LONGEST_TICK), prop={"size": 10})
+        else:
+            figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
         fit(figure)
     return figure
 
@@ -171,7 +177,7 @@ def _draw_intervals(figure: Any, plot: Plot) -> None:
     ax.margins(x=0.06)
     if None not in plot.limits:
         ax.set_xlim(*plot.limits)
-    _legend(figure, groups if named else {}, plot.references)
+    _legend(figure, groups if named else {}, plot.references, rows=len(shown))
 
 
 def _dots(plot: Plot) -> Iterator[tuple[int, Series, int]]:
@@ -202,7 +208,7 @@ def _draw_series(figure: Any, plot: Plot) -> None:
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="x" if dense else "both")
     ax.margins(x=0.06)
-    _legend(figure, dict(enumerate(names)), plot.references, line="")
+    _legend(figure, dict(enumerate(names)), plot.references, line="", rows=len(labels))
 
 
 def _rows(
@@ -229,6 +235,7 @@ def _rows(
     shown = [n for n in range(0, len(labels), step) if step > 1 or not first or first[n]]
     ax.set_yticks(shown, names_of_ticks([labels[n] for n in shown]))
     ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.tick_params(top=len(labels) > _TALL_ROWS, labeltop=len(labels) > _TALL_ROWS)
     ax.set_axisbelow(True)
     note = f"\n{len(labels):,} rows, every {_ordinal(step)} named" if step > 1 else ""
     ax.set_xlabel(short(plot.x_label, 120) + note + _cut_note(len(labels), count))
@@ -253,9 +260,12 @@ def _ordinal(number: int) -> str:
 
 
 def _legend(
-    figure: Any, groups: Mapping[int, str], references: Mapping[str, float], line: Any = "-"
-) -> None:
-    """Below the plot, one entry for what each marker and line means. groups: by place of series."""
+    figure: Any, groups: Mapping[int, str], references: Mapping[str, float], line: Any = "-",
+    rows: int = 0,
+) -> None:  # fmt: skip
+    """An entry for what each marker and line means; groups: by place of series. Below the plot, or
+    above one of many rows.
+    """
     from matplotlib.lines import Line2D
 
     entries: list[Any] = [
@@ -267,14 +277,15 @@ def _legend(
         Line2D([], [], color=INK, linewidth=1.1, linestyle=DASHES[1 + n % 3], label=short(name, 40))
         for n, name in enumerate(references)
     ]
-    _place_legend(figure, entries)
+    _place_legend(figure, entries, "upper" if rows > _TALL_ROWS else "lower")
 
 
-def _place_legend(figure: Any, entries: Sequence[Any]) -> None:
+def _place_legend(figure: Any, entries: Sequence[Any], side: str = "lower") -> None:
     """In two columns where their texts fit into the figure's width."""
     if entries:
         narrow = max(len(entry.get_label()) for entry in entries) <= 26
-        figure.legend(handles=entries, loc="outside lower center", ncols=2 if narrow else 1)
+        loc, columns = f"outside {side} center", 2 if narrow else 1
+        figure.legend(handles=entries, loc=loc, ncols=columns, alignment="left")
 
 
 def _draw_curves(figure: Any, plot: Plot) -> None:
@@ -641,9 +652,9 @@ def _stack(figure: Any, legend: Any) -> bool:
         labels = [text.get_text() for text in legend.get_texts()]
         legend.remove()
         figure.legend(
-            legend.legend_handles, labels, loc="outside lower center",
+            legend.legend_handles, labels, loc=f"outside {legend._outside_loc} center",
             ncols=max(1, int(legend._ncols * figure.bbox.width / width)),
-            title=legend.get_title().get_text() or None,
+            title=legend.get_title().get_text() or None, alignment="left",
         )  # fmt: skip
     else:
         figure.set_size_inches(1.02 * width / figure.dpi, figure.get_size_inches()[1])
