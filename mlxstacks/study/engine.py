@@ -239,9 +239,11 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
 
 def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
     """Raises: InputError as `keep_plan`; where the settings differ it names these alone: a plan has
-    much that follows from them.
+    much that follows from them. A plan by which nothing was done yet gives way.
     """
     assert planned.plan is not None
+    if {p.name for p in work.iterdir() if p.name[0] != "."} <= {PLAN, SETTINGS, IDENTITY}:
+        (work / PLAN).unlink(missing_ok=True)
     settings = {k: v for k, v in planned.settings.items() if k not in PLACES}
     what = f"{planned.kind} results"
     try:
