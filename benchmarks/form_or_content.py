@@ -2,7 +2,7 @@
 the same rows whose content words have changed places with each other.
 
     python -m benchmarks.form_or_content --save-path DIR [--data FILE ...] [--model MODEL]
-        [KEY=VALUE ...]
+        [--set KEY=VALUE ...]
 
 FILE: rows of one domain in any format that `stack` reads; nano's four where none is given.
 KEY=VALUE: settings of the run, as in layers=27-29. The words of more than three letters that are no
@@ -119,11 +119,11 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--save-path", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     files = options.data or sorted((nano_paths().curriculum_path).glob("*.jsonl"))
     changes = {
-        key: yaml.safe_load(value) for key, _, value in (c.partition("=") for c in options.changes)
+        key: yaml.safe_load(value) for key, _, value in (c.partition("=") for c in options.set)
     }
     print("| domain | loss before | gain, whole rows | gain, form alone | share of form (95%) |")
     print("|---|---|---|---|---|")
