@@ -216,7 +216,7 @@ class _Evaluation(Study):
         """From settings and data alone; what cannot be read here is noted, unless it is all."""
         settings, shown = self.settings, self._shown()
         asked, problems = ask_all(settings, settings.own_tasks)
-        if problems and settings.data is not None and not asked:
+        if problems and not asked and settings.data and user_path(settings.data).exists():
             raise InputError("\n".join([*problems, _NAME_TASKS]))
         asked, _ = with_arms(settings, asked)
         notes = [f"Not read: {problem}" for problem in problems]
