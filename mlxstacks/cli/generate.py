@@ -1,5 +1,6 @@
 """`mlxstacks generate`: answers to one prompt, or to every row of a JSONL file."""
 
+import collections
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -117,7 +118,10 @@ def _answer(
         output.write(f"{mode}:")
     with answers.reading() as progress:
         answering = conversation.ask(job.question, progress=progress)
-        answers.write_answer(answering)
+        if output.is_quiet():  # the document will have it
+            collections.deque(answering, maxlen=0)
+        else:
+            answers.write_answer(answering)
     assert answering.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
     line = answers.status_line(answering.turn, engine.alone)
     if several or settings.compare:

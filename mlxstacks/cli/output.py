@@ -74,6 +74,11 @@ def quiet_stdout(active: bool) -> Iterator[None]:
         yield
 
 
+def is_quiet() -> bool:
+    """Whether `quiet_stdout` is active: the result will be one JSON document."""
+    return sys.stdout is sys.stderr
+
+
 def note(text: str) -> None:
     """A remark on stderr, where it does not mix with the result; made `safe`.
 

@@ -50,7 +50,9 @@ def test_answer_alone_goes_to_stdout(generate: Run) -> None:
     assert code == 0, err
     assert "pinned: tolu | loaded tolu" in err
     assert "pinned" not in out
-    [answer] = json.loads(generate("seven apples", "--pin", "tolu", "--json")[1])["answers"]
+    _, document, err = generate("seven apples", "--pin", "tolu", "--json")
+    assert out.strip() not in err
+    [answer] = json.loads(document)["answers"]
     assert (answer["mode"], answer["tokens"]) == ("pinned", 4)
     assert output.safe(answer["text"]).strip() == out.strip()
 
