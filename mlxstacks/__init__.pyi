@@ -73,7 +73,7 @@ def confound(model: str | Path | None = None, *, persona: str | Path | None = No
 
 def convert(model: str | Path | None = None, *, save_path: str | Path | None = None,
     bits: Literal[2, 3, 4, 5, 6, 8] | None = None, group_size: Literal[32, 64, 128] = 64,
-    module_bits: str | Mapping[str, Any] | Sequence[str] = (),
+    module_bits: str | int | Mapping[str, Any] | Sequence[str] = (),
     dtype: Literal['float16', 'bfloat16', 'float32'] | None = None, upcycle: int | None = None,
     top_k: int = 2, seed: int = 0, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
@@ -110,7 +110,8 @@ def fuse(model: str | Path | None = None,
     requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] = 'auto',
     zero_delta: bool = False, target_correlation: float = 0.98, target_kl: float | None = None,
     fail_under: float | None = None, judge: str = 'shipped',
-    fail_under_agreement: float | None = None, bits: str | Mapping[str, Any] | Sequence[str] = (),
+    fail_under_agreement: float | None = None,
+    bits: str | int | Mapping[str, Any] | Sequence[str] = (),
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
     device_parity: bool = False, kernels: bool = True, copy_shards: bool = False,
     force: bool = False, seed: int = 0, progress: bool | Callable[..., None] | None = None,

@@ -11,6 +11,7 @@ is allowed.
 
 import glob
 import json
+import re
 import shutil
 import tempfile
 import warnings
@@ -95,8 +96,9 @@ def train(
     """Train a LoRA on a model and write an adapter that mlx-lm loads.
 
     `data` may also be rows: dicts in a list, a datasets.Dataset, a DataFrame, or both parts as
-    {"train": rows, "valid": rows}. They are written next to the adapter, to a file with their hash
-    in its name, and read from there.
+    {"train": rows, "valid": rows}; of one part 2% are held out to validate with, of few rows none.
+    They are written next to the adapter, to a file with their hash in its name, and read from
+    there.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -196,6 +198,10 @@ def _command(
     command_named(name)
     with _in_python_words(name), ExitStack() as stack:
         values = {key: _directories(value) for key, value in values.items()}
+        if name == "train" and "validation_rows" in values:
+            raise InputError(
+                "validation_rows: give the rows, as in data={'train': rows[5:], 'valid': rows[:5]}"
+            )
         if name in ("train", "stack") and holds_rows(values.get("model")):
             raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
         if "data" in values and _takes_rows(name, values["data"]):
@@ -253,10 +259,16 @@ def _rows_written(data: Any, target: Path) -> Iterator[Path]:
     path = write_rows(data, target)
     try:
         yield path
-    except (InputError, StoreError):
+    except (InputError, StoreError) as error:
         if path not in present and not work_path(target).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        line = rf"\S*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
+        error.args = (re.sub(line, _row_of_data, str(error)),)
         raise
+
+
+def _row_of_data(line: re.Match[str]) -> str:
+    return f"data[{line[1]!r}], row {line[2]}" if line[1] else f"data, row {line[2]}"
 
 
 def _directories(value: Any) -> Any:
@@ -352,7 +364,7 @@ def _in_python_words(name: str) -> Iterator[None]:
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
         told = in_keywords(str(error), keywords_of(name))
-        told = told or "nothing is lost that it had saved; call it again"
+        told = told or "what it had saved is kept; call it again"
         raise Interrupted(f"{name} was stopped: {told}") from None
 
 

@@ -300,23 +300,29 @@ def _as_call(command: str) -> str | None:
         return None
     named = (" ".join(words[:count]) for count in (2, 1))
     name = next((name for name in named if name in COMMANDS), "")
-    if name in ("", "chat", "generate"):
+    if name in ("", "generate"):
         return None
-    words, keywords = words[len(name.split()) :], keywords_of(name)
-    flags = {keyword.flag: key for key, keyword in keywords.items()}
-    free, given = list(COMMANDS[name].arguments), []
+    functions = ("load", "generate") if name == "chat" else (name,)
+    flags = {k.flag: (f, key, k.kind) for f in functions for key, k in keywords_of(f).items()}
+    given: dict[str, list[str]] = {function: [] for function in functions}
+    words, free = words[len(name.split()) :], list(COMMANDS[name].arguments)
     while words:
         word = words.pop(0)
-        key = flags.get(word)
-        if key is not None and keywords[key].kind is bool:
-            given.append(f"{key}=True")
-        elif key is not None and words:
-            given.append(f"{key}={_as_code(words.pop(0))}")
-        elif not word.startswith("--") and free:
-            given.append(f"{free.pop(0)}={_as_code(word)}")
+        function, key, kind = flags.get(word, (name, "", None))
+        if key and kind is bool:
+            given[function].append(f"{key}=True")
+        elif key and words:
+            given[function].append(f"{key}={_as_code(words.pop(0))}")
+        elif not word.startswith("--") and free and name != "chat":
+            given[name].append(f"{free.pop(0)}={_as_code(word)}")
         else:
             return None
-    return f"{quote}ms.{name.replace(' ', '_')}({', '.join(given)}){quote}{after}"
+    if name == "chat":
+        answering = ", ".join(['"Who are you?"', *given["generate"]])
+        call = f"generate(*ms.load({', '.join(given['load'])}), {answering})"
+    else:
+        call = f"{name.replace(' ', '_')}({', '.join(given[name])})"
+    return f"{quote}ms.{call}{quote}{after}"
 
 
 def _as_code(text: str) -> str:

@@ -164,7 +164,11 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
             "convert it: ms.convert(model='my model', bits=4, save_path='b').",
         ),
         ("fuse", "`mlxstacks route discover` again", "`ms.route_discover()` again"),
-        ("fuse", "`mlxstacks chat --model m`", "`mlxstacks chat --model m`"),
+        (
+            "fuse",
+            "`mlxstacks chat --model m --ungated`",
+            "`ms.generate(*ms.load(model='m'), \"Who are you?\", ungated=True)`",
+        ),
         ("fuse", "`mlxstacks doctor x --y`", "`mlxstacks doctor x --y`"),
         ("eval", "get it: hf download --data x", "get it: hf download --data x"),
         ("route_evaluate", "give --data with other rows", "give data=... with other rows"),
@@ -217,7 +221,7 @@ def test_an_adapter_answers() -> None:
         (lambda: untyped.fuse(requantt="refit"), ("'requantt'", "'requant'")),
         (lambda: untyped.fuse(requant="nearst"), ("requant", "'nearst'", "'nearest'")),
         (lambda: untyped.guard(rank="two"), ("rank", "'two'", "integer")),
-        (lambda: untyped.fuse(bits=4), ("bits", "got 4", "PATTERN=N", "{'*.down_proj': 4}")),
+        (lambda: untyped.fuse(bits=7), ("bits", "'*=7'", "PATTERN=N", "{'*.down_proj': 4}")),
         (lambda: untyped.fuse(bits={"a": 7}), ("PATTERN=N", "2, 3, 4", "'a=7'")),
         (lambda: untyped.fuse(progress="no"), ("progress", "'no'", "False")),
         (lambda: untyped.fuse(dry_run="no"), ("dry_run", "'no'")),
@@ -234,6 +238,13 @@ def test_an_adapter_answers() -> None:
             ("'test' is no part",),
         ),
         (lambda: untyped.train(eval_dataset=[]), ("'data'", "{'train': rows, 'valid': rows}")),
+        (lambda: untyped.train(data=[], validation_rows=5), ("data={'train': rows[5:], 'valid'",)),
+        (
+            lambda: untyped.train(
+                data=DataFrame({"prompt": ["a", "b"], "completion": ["c", None]})
+            ),
+            ("data, row 2: completion: null; fill it in", "the model is nano"),
+        ),
         (lambda: untyped.train(save_path=7), ("save_path", "7")),
         (lambda: untyped.train(lora_r=8), ("'lora_r'", "'rank'")),
         (lambda: untyped.train(lora_alpha=8), ("'scale'", "lora_alpha / r")),
@@ -448,7 +459,7 @@ def test_frames_have_gaps_and_dates(tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in lines] == ["a", "b"]
     assert json.loads(lines[0])["score"] == 1.5
     assert json.loads(lines[0])["at"].startswith("2026-01-02")
-    assert json.loads(lines[1]) == {"text": "b"}
+    assert json.loads(lines[1]) == {"text": "b", "score": None, "at": None}
 
 
 def test_a_store_finds_the_rows_of_its_domains_again(tmp_path: Path) -> None:
@@ -493,7 +504,7 @@ def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(api, "_called", interrupted)
-    with pytest.raises(Interrupted, match=r"fuse was stopped: nothing is lost .*; call it again"):
+    with pytest.raises(Interrupted, match=r"fuse was stopped: what it had saved is kept; call it"):
         ms.fuse(save_path="x")
 
 

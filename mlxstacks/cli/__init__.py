@@ -24,6 +24,7 @@ from mlxstacks.cli.init import init_command
 from mlxstacks.cli.recipes import list_command, run_command
 from mlxstacks.cli.shell import completion_command
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
+from mlxstacks.recipe.table import COMMANDS
 
 HELP = """Fuse, train, stack and route LoRA adapters on quantized models, natively on MLX.
 
@@ -59,7 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         left = str(abort.__cause__ or abort.__context__ or "")  # what there is all the same
         return _fail(arguments, f"interrupted{left and '; '}{left}", INTERRUPTED)
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "mlxstacks"
+        command = next((word for word in arguments if word in COMMANDS), "")
+        where = error.ctx.command_path if error.ctx else f"mlxstacks {command}".strip()
         message = f"{error.format_message()}\nSee `{where} --help`."
         return _fail(arguments, message, BAD_INPUT)
     except click.ClickException as error:

@@ -185,6 +185,15 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Says on a terminal that a model is being loaded; gone when it is."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading the model"):
+        yield
+
+
+@contextlib.contextmanager
 def reading() -> Iterator[Callable[[int, int], None]]:
     """A bar for prompts that take seconds to read; gone when the answer begins."""
     with ProgressBar("reading the prompt") as progress:

@@ -54,7 +54,8 @@ def run(settings: "ChatSettings") -> ChatReport:
 
     ready = answers.completed(settings)
     assert isinstance(ready, ChatSettings)
-    chat = Chat(ready, open_routed(ready))
+    with answers.loading():
+        chat = Chat(ready, open_routed(ready))
     lines = open_lines(lambda before: complete(chat, before), cache_directory() / HISTORY)
     with answers.ended_by_signals():
         chat.talk(lines)

@@ -169,6 +169,16 @@ class TableCommand(_Translating):
         super().__init__(full_name.split()[-1], **kwargs)
 
 
+# How `mlxstacks --help` lists the commands.
+SECTIONS = {
+    "Models and adapters": ("fuse", "compare", "convert", "adapter", "train", "guard"),
+    "Stacks and routes": ("stack", "stacks", "route"),
+    "Answers": ("chat", "generate"),
+    "Experiments": ("eval", "confound", "identity", "profile", "sweep", "report"),
+    "Recipes": ("init", "recipes", "run"),
+}
+
+
 class TableGroup(_Translating, click.Group):
     """The commands of the table below a prefix; `special` are made by hand.
 
@@ -236,8 +246,13 @@ class TableGroup(_Translating, click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(self.short_helps().items()))
+        helps = self.short_helps()
+        sections = {} if self.prefix else SECTIONS
+        named = {name for names in sections.values() for name in names}
+        rest = [name for name in helps if name not in named]
+        for title, names in {**sections, "Commands" if self.prefix else "More": rest}.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, helps[name]) for name in names])
 
 
 def _unless_subcommand(own: click.Command | None) -> Callable[..., Any]:

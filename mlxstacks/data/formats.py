@@ -356,6 +356,8 @@ def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
         # A column of a table that holds nothing for this row says nothing about its format.
         keys = frozenset(key for key, value in row.items() if value is not None)
         if keys not in by_keys:
+            if not any(f.fits(keys) for f in formats.values()):
+                _refuse_empty(row, keys, formats)
             by_keys[keys] = _fitting(keys, formats)
         first, *others = by_keys[keys]
         reading = FORMATS[first].read(row)
@@ -370,6 +372,13 @@ def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
         return first, reading
 
     return read_auto
+
+
+def _refuse_empty(row: Raw, keys: frozenset[str], formats: dict[str, Format]) -> None:
+    """Raises: InputError: with what is null in the row filled in, a format would fit."""
+    empty = sorted(row.keys() - keys)
+    if empty and any(form.fits(frozenset(row)) for form in formats.values()):
+        raise InputError(f"{', '.join(empty)}: null; fill it in, or leave the row out")
 
 
 def _fitting(keys: frozenset[str], formats: dict[str, Format]) -> list[str]:

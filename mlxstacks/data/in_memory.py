@@ -53,9 +53,10 @@ def write_rows(data: Any, target: Path) -> Path:
 
 
 def _records(frame: Any) -> list[dict[str, Any]]:
-    """The rows of a DataFrame: nothing for what is missing (NaN, NaT), dates as text."""
-    records = json.loads(frame.to_json(orient="records", date_format="iso", default_handler=str))
-    return [{key: value for key, value in row.items() if value is not None} for row in records]
+    """The rows of a DataFrame: null for what is missing (NaN, NaT), dates as text."""
+    text = frame.to_json(orient="records", date_format="iso", default_handler=str)
+    records: list[dict[str, Any]] = json.loads(text)
+    return records
 
 
 def _jsonl(rows: Iterable[Any], name: str) -> bytes:

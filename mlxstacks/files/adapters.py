@@ -125,7 +125,7 @@ def _load_adapter(
         last = checkpoints[-1].name
         hint = f"; {last} is of a training that has not finished: copy it to {WEIGHTS}"
     elif (directory / CONFIG).is_file() and not hint:
-        hint = f"; {CONFIG} is there, so its training has not finished"
+        hint = f"; {CONFIG} is there: its training has not finished, or the weights were not copied"
     raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT){hint}")
 
 

@@ -73,6 +73,11 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     index: dict[str, Any] | None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
     @cached_property
     def is_converted(self) -> bool:
         """Whether the files are in MLX's own layout, so that tensors are what mlx-lm computes with.

@@ -17,19 +17,18 @@ ModuleBits = tuple[str, int | None]  # pattern, bits or None for floats
 
 
 def _pairs_of(value: Any) -> Any:
-    """{pattern: N} as pairs PATTERN=N."""
+    """{pattern: N} as pairs PATTERN=N; a number alone is of all modules."""
     if isinstance(value, Mapping):
         return [f"{pattern}={'none' if bits is None else bits}" for pattern, bits in value.items()]
-    if wrong := [item for item in value if not isinstance(item, str)]:
-        raise ValueError(f"got {wrong[0]!r}; give PATTERN=N, {_FORM}")
-    return value
+    values = [value] if isinstance(value, str | int) else value
+    return [f"*={item}" if str(item).isdigit() else item for item in values]
 
 
 _FORM = "as in '*.down_proj=4'; in Python also {'*.down_proj': 4}"
 BitsByPattern = Annotated[
     tuple[str, ...],
     BeforeValidator(
-        _pairs_of, json_schema_input_type=str | Sequence[str] | Mapping[str, int | None]
+        _pairs_of, json_schema_input_type=str | int | Sequence[str] | Mapping[str, int | None]
     ),
 ]
 

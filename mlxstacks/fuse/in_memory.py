@@ -103,7 +103,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     )
     before = sum(info.nbytes for work in works for info in work.module.tensors())
     extra = sum(entries_bytes(work.outputs()) for work in works) - before
-    words = verdict(stages, together(sums), settings, None, extra)
+    words = verdict(stages, together(sums), settings, None, extra, checkpoint.nbytes)
     return MemoryFuse(stages, extra, words, tuple(notes))
 
 

@@ -292,6 +292,7 @@ def verdict(
     settings: FuseSettings,
     alternative: Alternative | None,
     extra_bytes: int,
+    base_bytes: int,
 ) -> str:
     """One to three sentences that say what the fuse did to the adapters and to the base.
 
@@ -308,7 +309,7 @@ def verdict(
             return f"{sentence}."
         (reached, worst), (high, _) = ordered[0], ordered[-1]
         trained = ", with the trained delta" if settings.zero_delta else ""
-        sentence += f"; {_cost(extra_bytes)}"
+        sentence += f"; {_cost(extra_bytes, base_bytes)}"
         sentence += f"; estimated correlation{trained} {reached:.3f} ({_named(worst, stages)})"
         sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
     elif settings.zero_delta:
@@ -323,7 +324,7 @@ def verdict(
         ]
         if many and total is not None:
             parts.append(f"all {len(totals)} together: {_fidelity_words(total)}")
-        sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
+        sentence = "; ".join([*parts, _cost(extra_bytes, base_bytes), *_artifacts(totals)]) + "."
         if not many and (totals[0].survival or 0) < _ALMOST_NONE:
             sentence = f"almost none of the adapter is in the result: {sentence}"
     if below := below_target(stages, settings):
@@ -339,7 +340,7 @@ def verdict(
     ):
         sentence += (
             f" --requant {alternative.policy}: correlation {alternative.correlation:.3f}, survival "
-            f"{_percent(alternative.survival)}, {_cost(alternative.extra_bytes)}."
+            f"{_percent(alternative.survival)}, {_cost(alternative.extra_bytes, base_bytes)}."
         )
     return sentence
 
@@ -356,10 +357,11 @@ def _fidelity_words(total: Fidelity) -> str:
     )
 
 
-def _cost(extra_bytes: int) -> str:
+def _cost(extra_bytes: int, base_bytes: int) -> str:
     if extra_bytes == 0:
         return "no extra bytes"
-    return f"{bytes_in_words(abs(extra_bytes))} {'more' if extra_bytes > 0 else 'less'}"
+    more = "more" if extra_bytes > 0 else "less"
+    return f"{bytes_in_words(abs(extra_bytes))} {more} ({_percent(abs(extra_bytes) / base_bytes)})"
 
 
 def _artifacts(totals: list[Fidelity]) -> list[str]:

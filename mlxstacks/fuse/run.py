@@ -283,7 +283,9 @@ class _Fuse:
             extra_bytes=extra,
             written_bytes=sum(int(file["written_bytes"]) for file in files),
             seconds=time.monotonic() - self.started,
-            verdict=verdict(stages, total, self.settings, alternative, extra),
+            verdict=verdict(
+                stages, total, self.settings, alternative, extra, self.checkpoint.nbytes
+            ),
             notes=[*self.notes, *shortfall_notes(stages, self.settings, plain)],
             alternative=alternative,
         )

@@ -72,8 +72,8 @@ class FuseSettings(Settings):
     )
     bits: BitsByPattern = Field(
         (),
-        description="PATTERN=N: modules whose path matches the shell pattern get N bits. "
-        "Repeatable; the last match wins.",
+        description="PATTERN=N: modules whose path matches the shell pattern get N bits; N alone: "
+        "all modules. Repeatable; the last match wins.",
     )
     peft_layout: PeftLayout | None = Field(
         None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."

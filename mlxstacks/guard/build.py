@@ -83,21 +83,25 @@ def read_config(model: str) -> tuple[dict[str, Any], str]:
 
 def _from_hub(model: str) -> Path:
     """The config of a hub id: one small file, not the model."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     check_hub_reference(model, "models", CheckpointError)
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        # of one file, it waits half a minute for a hub that is not reached
+        path = Path(snapshot_download(model, allow_patterns="config.json")) / "config.json"
+        if path.is_file():
+            return path
+        reason = "it has none"
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, LocalEntryNotFoundError):  # its text is three sentences
             reason = "it is not in the cache, and huggingface.co was not reached"
-        raise CheckpointError(
-            f"{model}: no such directory or file here, and no config.json from the Hugging Face "
-            f"hub: {reason}. Give a model's directory or its config.json; these are known without "
-            f"a network, each also as NAME-3bit and the like: {', '.join(shipped_names())}"
-        ) from None
+    raise CheckpointError(
+        f"{model}: no such directory or file here, and no config.json from the Hugging Face hub: "
+        f"{reason}. Give a model's directory or its config.json; these are known without a "
+        f"network, each also as NAME-3bit and the like: {', '.join(shipped_names())}"
+    )
 
 
 def lazy_model(config: dict[str, Any]) -> nn.Module:

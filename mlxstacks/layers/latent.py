@@ -6,6 +6,7 @@ read the same input (q, k, v; gate, up). With d_in and d_out of its own, a stack
 than a full-width one; shared, the pair is paid once and pays from about four stacks on.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks.layers.adapted import Dims
-from mlxstacks.layers.nullspace import right_singular_vectors
 
 # Projections that read the same array in mlx-lm's models.
 SAME_INPUT = (
@@ -38,6 +38,9 @@ class LatentPair:
         return self.d_in.shape[0]
 
 
+Pairs = Mapping[str, LatentPair]
+
+
 def input_group(path: str) -> str:
     """The name under which projections with the same input share d_in."""
     parent, _, name = path.rpartition(".")
@@ -47,16 +50,10 @@ def input_group(path: str) -> str:
     return path
 
 
-def latent_pairs(
-    dims: Mapping[str, Dims],
-    latent_dim: int,
-    seed: int,
-    inputs: Mapping[str, np.ndarray] | None = None,
-) -> dict[str, LatentPair]:
-    """A pair for each path, d_in shared within an input group.
+def latent_pairs(dims: Mapping[str, Dims], latent_dim: int, base_fingerprint: str) -> Pairs:
+    """A random pair for each path that depends on base, path and latent_dim alone, so stacks of
+    different runs and choices of projections share them. d_in is shared within an input group.
 
-    inputs: activations (rows, K) of a path, for the principal directions of a group's input;
-        where there are none, or fewer than latent_dim, random orthonormal directions.
     Raises: ValueError naming each projection that is narrower than latent_dim.
     """
     narrow = [p for p, d in dims.items() if latent_dim > min(d.input_dims, d.output_dims)]
@@ -65,32 +62,25 @@ def latent_pairs(
             f"latent_dim {latent_dim} is above the input or output dims of {', '.join(narrow)}; "
             "lower it or leave these projections out"
         )
-    rng = np.random.default_rng(seed)
-    shared: dict[str, mx.array] = {}
-    pairs = {}
-    for path in sorted(dims):
-        group = input_group(path)
-        if group not in shared:
-            found = None if inputs is None else inputs.get(path)
-            directions = orthonormal_columns(dims[path].input_dims, latent_dim, rng, found)
-            shared[group] = mx.array(directions.T)
-        d_out = mx.array(orthonormal_columns(dims[path].output_dims, latent_dim, rng))
-        pairs[path] = LatentPair(shared[group], d_out)
-    mx.eval([(pair.d_in, pair.d_out) for pair in pairs.values()])
-    return pairs
+
+    def directions(what: str, width: int) -> mx.array:
+        text = f"{base_fingerprint}/{latent_dim}/{what}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+        return mx.array(orthonormal_columns(width, latent_dim, np.random.default_rng(seed)))
+
+    d_in = {
+        group: mx.contiguous(directions(f"in/{group}", width).T)
+        for group, width in {input_group(p): d.input_dims for p, d in dims.items()}.items()
+    }
+    return {
+        path: LatentPair(d_in[input_group(path)], directions(f"out/{path}", d.output_dims))
+        for path, d in sorted(dims.items())
+    }
 
 
-def orthonormal_columns(
-    width: int, count: int, rng: np.random.Generator, data: np.ndarray | None = None
-) -> np.ndarray:
-    """(width, count) float32 with orthonormal columns: leading directions of data (rows, width),
-    filled up with random ones.
-    """
-    leading = np.zeros((width, 0))
-    if data is not None:
-        leading, _ = right_singular_vectors(np.asarray(data, dtype=np.float64), count)
-    filled = np.concatenate([leading, rng.standard_normal((width, count - leading.shape[1]))], 1)
-    q, r = np.linalg.qr(filled)
+def orthonormal_columns(width: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """(width, count) float32 with orthonormal columns, in random directions."""
+    q, r = np.linalg.qr(rng.standard_normal((width, count)))
     return (q * np.sign(np.diag(r))).astype(np.float32)
 
 

@@ -7,12 +7,10 @@
 attaches places for every enabled stack and fills them.
 """
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlxstacks import __version__
 from mlxstacks.errors import InputError, StoreError
@@ -22,7 +20,7 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.adapted import AdaptedLayer, Dims, projection_dims
 from mlxstacks.layers.attach import attach_stacks
 from mlxstacks.layers.freezing import add_frozen, stack_from_tensors
-from mlxstacks.layers.latent import LatentPair, input_group, orthonormal_columns
+from mlxstacks.layers.latent import LatentPair, Pairs, input_group
 from mlxstacks.layers.packed import FrozenStack, StackShape
 from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.settings import StackSettings
@@ -30,7 +28,6 @@ from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.layers.targets import Target
 
 Parts = dict[str, FrozenStack]
-Pairs = Mapping[str, LatentPair]
 
 
 def header_of(
@@ -105,34 +102,6 @@ def parts_of(stack: StackFile, latent: Pairs | None = None) -> Parts:
 
 
 # --- latent pairs ---------------------------------------------------------------------------------
-
-
-def fixed_pairs(dims: Mapping[str, Dims], latent_dim: int, base_fingerprint: str) -> Pairs:
-    """A random pair for each path that depends on base, path and latent_dim alone, so stacks of
-    different runs and choices of projections share them. d_in is shared as in `latent_pairs`.
-
-    Raises: ValueError naming each projection that is narrower than latent_dim.
-    """
-    narrow = [p for p, d in dims.items() if latent_dim > min(d.input_dims, d.output_dims)]
-    if narrow:
-        raise ValueError(
-            f"latent_dim {latent_dim} is above the input or output dims of {', '.join(narrow)}; "
-            "lower it or leave these projections out"
-        )
-
-    def directions(what: str, width: int) -> mx.array:
-        text = f"{base_fingerprint}/{latent_dim}/{what}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        return mx.array(orthonormal_columns(width, latent_dim, np.random.default_rng(seed)))
-
-    d_in = {
-        group: mx.contiguous(directions(f"in/{group}", width).T)
-        for group, width in {input_group(p): d.input_dims for p, d in dims.items()}.items()
-    }
-    return {
-        path: LatentPair(d_in[input_group(path)], directions(f"out/{path}", d.output_dims))
-        for path, d in sorted(dims.items())
-    }
 
 
 def pair_tensors(pairs: Pairs) -> dict[str, mx.array]:

@@ -420,7 +420,7 @@ def naming_nano(name: str, resolved: Resolved) -> Iterator[None]:
         of_others = set(command_named(name).nano) - set(resolved.from_nano)
         if "model" not in resolved.from_nano or not of_others:
             raise
-        remedy = "No --model was given, so nano, the built-in model, was taken; give --model."
+        remedy = "With no --model given, the model is nano, the built-in one."
         error.args = (f"{error}\n{remedy}",)
         raise
 

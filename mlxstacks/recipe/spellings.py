@@ -97,6 +97,7 @@ _OTHER_ROWS = (
 
 # Option -> the setting that comes nearest, and how it differs; for commands that have the setting.
 NEAREST: Mapping[str, tuple[str, str]] = {
+    "--de-quantize": ("requant", "as --requant dequantize"),
     "--tokens": ("max_tokens", ""),
     "--num-tokens": ("max_tokens", ""),
     "--n-predict": ("max_tokens", ""),
@@ -121,6 +122,10 @@ NEAREST: Mapping[str, tuple[str, str]] = {
 _ALSO_ANSWERS = {"chat": ("generate",), "train": ("training",), "stack": ("training",)}
 
 # Command, or "" for all -> option -> what to do instead.
+_DEQUANTIZE = (
+    "--requant dequantize leaves the modules that the adapter changes without quantization; for "
+    "the whole model, `mlx_lm.convert --dequantize` the result"
+)
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "": {
         "--trust-remote-code": "code of a model is never run; convert it to a class of mlx-lm",
@@ -183,8 +188,10 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "fuse": {
         "--export-gguf": _GGUF,
         "--gguf-path": _GGUF,
-        "--dequantize": "--requant dequantize leaves the modules that the adapter changes without "
-        "quantization; for the whole model, `mlx_lm.convert --dequantize` the result",
+        "--dequantize": _DEQUANTIZE,
+    },
+    "guard": {
+        "--num-layers": "--layers names them: the last 16 of 40 layers are --layers 24-39",
     },
     "train": {
         "--train": "`train` always trains; leave it out",
@@ -253,6 +260,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 
 # Commands of mlx-lm that have another name here, or none.
 COMMANDS_ELSEWHERE: Mapping[str, str] = {
+    "bench-metal": "it is a target of make: `make bench-metal` in a clone",
     "lora": "`mlxstacks train` trains one",
     "dora": "`mlx_lm.lora --fine-tune-type dora` trains one, and `mlxstacks fuse` takes it",
     "evaluate": "`mlxstacks eval` does that",

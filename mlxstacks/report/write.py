@@ -141,8 +141,13 @@ def planned_report(
         for source in sources
     ]  # fmt: skip
     marks = sum(Section("", "", source.result).exploratory for source in sources)
-    columns: Columns = dict.fromkeys(("run", "kind", "outcome", "standing"), "text")
-    rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
+    any_plan = any(source.result.plan_sha256 for source in sources)
+    names = ("run", "kind", "outcome", *["standing"] * any_plan)
+    columns: Columns = dict.fromkeys(names, "text")
+    rows = [
+        (r["name"], r["kind"], r["outcome"] or r["status"], *[r["standing"]] * any_plan)
+        for r in runs
+    ]
     table = Table.of("runs", "Results", columns, rows)
     verdicts = [Text(title=r["name"], paragraphs=(r["verdict"], *_marked(r["reasons"])))
                 for r in runs if r["verdict"]]  # fmt: skip

@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
@@ -80,6 +81,22 @@ class RunSettings(Settings):
     seed: int = 0
     resume: bool = True
     force: bool = False
+
+    def __init__(self, **values: Any) -> None:
+        """Raises: InputError naming each setting that cannot be used."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            fields = [*type(self).model_fields]
+            problems = []
+            for part in error.errors(include_url=False):
+                name = ".".join(map(str, part["loc"]))
+                known = get_close_matches(name, fields, 1) or [", ".join(fields)]
+                unknown = part["type"] == "extra_forbidden"
+                problems.append(
+                    f"no setting {name}: {known[0]}?" if unknown else f"{name}: {part['msg']}"
+                )
+            raise InputError("\n".join(problems)) from None
 
 
 class Study(ABC):
@@ -153,7 +170,8 @@ class OwnStudy(Study):
 def run_study(
     study: Study, *, dry_run: bool = False, progress: Callable[..., None] | None = None
 ) -> Result:
-    """Run a study to its target, or resume what an earlier run of the same plan left.
+    """Run a study to its target, or resume what an earlier run of the same plan left. Of a study
+    of one's own, what is done already is read back.
 
     progress: is told when planning begins; what the steps do is the study's to tell.
 
@@ -162,6 +180,21 @@ def run_study(
             a finished step.
         TargetError: the target exists and may not be replaced, or another process writes it.
     """
+    if not isinstance(study, OwnStudy):
+        return _run(study, dry_run, progress)
+    try:
+        finished = None if dry_run else _read_finished(study)
+        return finished or _run(study, dry_run, progress)
+    except InputError as error:
+        error.args = (_keywords_in(str(error)),)
+        raise
+
+
+def _keywords_in(message: str) -> str:
+    return message.replace("--no-resume", "resume=False").replace("--force", "force=True")
+
+
+def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> Result:
     started = time.monotonic()
     settings = study.settings
     if settings.save_path is None:
@@ -206,9 +239,11 @@ def run_study(
 
 def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
     """Raises: InputError as `keep_plan`; where the settings differ it names these alone: a plan has
-    much that follows from them.
+    much that follows from them. A plan by which nothing was done yet gives way.
     """
     assert planned.plan is not None
+    if {p.name for p in work.iterdir() if p.name[0] != "."} <= {PLAN, SETTINGS, IDENTITY}:
+        (work / PLAN).unlink(missing_ok=True)
     settings = {k: v for k, v in planned.settings.items() if k not in PLACES}
     what = f"{planned.kind} results"
     try:
@@ -257,7 +292,7 @@ def main(
         if not words or words[0][:1] == "-" or not all(equals for _, equals, _ in pairs):
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
         values = {key: _parsed(key, value) for key, _, value in pairs} | {"save_path": words[0]}
-        given = study(settings.model_validate(values))
+        given = study(settings(**values))
         if (result := _read_finished(given)) is None:
             result = run_study(given)
         else:
@@ -268,15 +303,8 @@ def main(
     except KeyboardInterrupt:
         write("interrupted; the same call resumes", error=True)
         return 130
-    except ValidationError as error:
-        fields = ", ".join(settings.model_fields)
-        for part in error.errors(include_url=False):
-            name = ".".join(map(str, part["loc"]))
-            write(f"error: {name}: {part['msg']} (settings: {fields})", error=True)
-        return 2
     except (InputError, StoreError, OSError) as error:
-        message = str(error).replace("--no-resume", "resume=False").replace("--force", "force=True")
-        write(f"error: {message}", error=True)
+        write(f"error: {_keywords_in(str(error))}", error=True)
         return 2 if isinstance(error, InputError) else 1
     write(result_text(result))
     return 3 if result.failed_gate else 0

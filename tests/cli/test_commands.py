@@ -299,7 +299,7 @@ def test_help_of_a_command_needs_no_arrays() -> None:
 
 def test_no_arguments_prints_the_help(command: Run) -> None:
     code, out, _ = command()
-    assert (code, "Commands:" in out) == (0, True)
+    assert (code, "Models and adapters:" in out) == (0, True)
     code, out, _ = command("adapter")
     assert (code, "convert" in out) == (0, True)
 

@@ -388,7 +388,7 @@ def test_an_alternative_counts_each_module_by_its_weights() -> None:
 
 def test_a_verdict_names_the_largest_artifact_of_the_stages() -> None:
     stages = [StageReport("a", [], figures_of(1.0, 0.99, part)) for part in (0.01, 0.05, 0.02)]
-    text = verdict(stages, None, FuseSettings(), None, 0)
+    text = verdict(stages, None, FuseSettings(), None, 0, 1)
     assert "the fuse itself moves the weights by up to 5.0%" in text
 
 

@@ -126,7 +126,7 @@ def stack(
     settings = StackSettings.model_validate(case.stack)
     pairs = None
     if settings.latent_dim is not None:
-        pairs = latent_pairs({t.path: t.dims for t in targets}, settings.latent_dim, 0)
+        pairs = latent_pairs({t.path: t.dims for t in targets}, settings.latent_dim, "base")
     attach_stacks(model, targets)
     set_mode(model, ungated(), None if case.bits else mx.float32)
     for number in range(case.frozen):

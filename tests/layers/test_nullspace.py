@@ -173,7 +173,7 @@ def test_wrong_bases_are_refused() -> None:
 
 
 def test_a_latent_stack_stays_out_after_d_out_and_can_be_folded() -> None:
-    pair = latent_pairs({"q_proj": dims_of("linear")}, 10, seed=0)["q_proj"]
+    pair = latent_pairs({"q_proj": dims_of("linear")}, 10, "base")["q_proj"]
     delta = trained_delta(latent=pair)
     vectors = directions()
     x = normal(0, 7, K)

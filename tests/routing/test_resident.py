@@ -22,8 +22,9 @@ from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings, Sta
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, disable_domain, remove_domain
 from mlxstacks.layers.adapted import Dims
+from mlxstacks.layers.latent import latent_pairs
 from mlxstacks.layers.selection import base
-from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors
+from mlxstacks.layers.stack_files import pair_tensors
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.resident import PackedSets, Resident
 from mlxstacks.routing.stack_reader import ResidentStats
@@ -502,7 +503,7 @@ def test_latent_pairs_are_counted_until_all_is_closed(tmp_path: Path) -> None:
     model = small_model()
     path = "model.layers.0.mlp.up_proj"
     shape = replace(shapes_of(model, [path])[path], latent_dim=4)
-    pairs = pair_tensors(fixed_pairs({path: Dims(32, 48, None)}, 4, BASE))
+    pairs = pair_tensors(latent_pairs({path: Dims(32, 48, None)}, 4, BASE))
     store = Store.create(tmp_path / "store", "tiny", BASE)
     with store.change() as change:
         shared = change.add_shared("pairs", pairs)

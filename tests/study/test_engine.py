@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study import engine
@@ -216,11 +216,14 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 def test_an_existing_target_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     first = run_study(study(tmp_path))
-    with pytest.raises(TargetError, match="exists"):
+    with pytest.raises(
+        InputError, match=r"another plan was carried .*\n  seed: was 0, now 1\ngive"
+    ):
         run_study(study(tmp_path, seed=1))
     assert Result.open(tmp_path / "coin").as_json() == {
         **first.as_json(), "notes": Result.open(tmp_path / "coin").as_json()["notes"],
     }  # fmt: skip
+    assert run_study(study(tmp_path)).as_json() == Result.open(tmp_path / "coin").as_json()
     assert run_study(study(tmp_path, seed=1, force=True)).settings["seed"] == 1
 
 
@@ -251,7 +254,7 @@ def test_a_script_ends_as_a_command_does(
         ((), "give SAVE_PATH KEY=VALUE..."),
         ((place, "tosses"), "give SAVE_PATH KEY=VALUE..."),
         (("-x",), "give SAVE_PATH KEY=VALUE..."),
-        ((place, "tosss=3"), "tosss: Extra inputs are not permitted (settings: save_path, "),
+        ((place, "tosss=3"), "no setting tosss: tosses?"),
         ((place, "tosses=many"), "tosses: Input should be a valid integer"),
     ):
         assert script(*words) == 2

@@ -90,6 +90,9 @@ def run(
     return run_study(study(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
+_NAME_TASKS = "--tasks names those that are to be evaluated"
+
+
 class AnswerFile:
     """Answers of one arm to a fixed list of items, in their order; appended as they come.
 
@@ -205,15 +208,16 @@ class _Evaluation(Study):
         """
         asked, problems = ask_all(self.settings, self.settings.own_tasks)
         if problems:
-            last = "--tasks names those that are to be evaluated"
-            raise InputError("\n".join([*elsewhere, *problems, last]))
+            raise InputError("\n".join([*elsewhere, *problems, _NAME_TASKS]))
         self.planned_tasks, self.arms = with_arms(self.settings, asked)
         self.asked = [limited(self.settings, task) for task in self.planned_tasks]
 
     def _glance(self) -> Result:
-        """From settings and data alone; what cannot be read here is noted, not refused."""
+        """From settings and data alone; what cannot be read here is noted, unless it is all."""
         settings, shown = self.settings, self._shown()
         asked, problems = ask_all(settings, settings.own_tasks)
+        if problems and not asked and settings.data and user_path(settings.data).exists():
+            raise InputError("\n".join([*problems, _NAME_TASKS]))
         asked, _ = with_arms(settings, asked)
         notes = [f"Not read: {problem}" for problem in problems]
         if settings.limit is not None:

@@ -375,7 +375,7 @@ def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
     sentences = []
     for result in others:
         primary = SUMMARY[settings.primary]
-        words = f"{result.arm} against {control.arm}, {primary}: {result.outcome}"
+        words = f"{primary}, {result.arm} against {control.arm}: {result.outcome}"
         if (judged := result.judged) is not None:
             words += f", {judged.mean:+.4f} ("
             if judged.low is not None and judged.high is not None:

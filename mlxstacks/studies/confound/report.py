@@ -131,6 +131,7 @@ def _content_plot(findings: Findings) -> Plot:
 def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundSettings) -> Table:
     """Next to each accuracy the correlation of the arm's fuse, and what that did by itself."""
     rows: list[tuple[Cell, ...]] = []
+    by_text = settings.scoring == "generate"  # of likelihoods all answers are taken alike
     for name, result in findings.arms.items():
         kind, _, way = name.partition("_")
         total = (fuses.get(way, {}).get(kind) or {}).get("total") or {}
@@ -138,17 +139,17 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
         if total:
             correlation = "no delta" if kind == "a0" else total.get("correlation")
             fuse = correlation, total.get("artifact")
-        rules = ", ".join(f"{rule} {count}" for rule, count in result.rules.items())
+        rules = [", ".join(f"{rule} {count}" for rule, count in result.rules.items())] * by_text
         right = f"{result.correct} of {result.n}"
         moved, on_right = findings.moved.get(name), findings.right_flips.get(name)
         rows.append((
             _name(name), right, _share(result), moved.changed if moved else None,
-            on_right.broken if on_right else None, result.unanswered, rules, *fuse,
+            on_right.broken if on_right else None, result.unanswered, *rules, *fuse,
         ))  # fmt: skip
     columns: Columns = {
         "arm": "text", "right": "text", "share (95%)": "share", "moved": "count", "lost": "count",
-        "no answer" if settings.scoring == "generate" else "ties": "count",
-        "answer taken by": "text", "correlation": ("number", 3), "artifact": ("share", 2),
+        **({"no answer": "count", "answer taken by": "text"} if by_text else {"ties": "count"}),
+        "correlation": ("number", 3), "artifact": ("share", 2),
     }  # fmt: skip
     return Table.of(
         "arms-table", "Arms", columns, rows,

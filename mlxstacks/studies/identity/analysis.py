@@ -36,7 +36,7 @@ from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
 Figures = dict[str, Any]
-HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it undecided"}
+HEADS = {"kept": "persona kept by", "lost": "persona lost by", "not shown": "undecided for"}
 PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
 
 
@@ -354,10 +354,11 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
         else:
             claimed = True
             parts = [
-                f"{figures['conditions'][j['arm']]['label']} {HEADS[j['outcome']]}: it {j['words']}"
-                for j in judgements
+                f"{head} {', '.join(labels)}"
+                for outcome, head in HEADS.items()
+                if (labels := [_kept_of(figures, j) for j in judgements if j["outcome"] == outcome])
             ]
-            sentences.append(f"Under {policy}, {'; '.join(parts)}.")
+            sentences.append(f"Under {policy}: {'; '.join(parts)}.")
     if claimed:
         sentences.append(
             f"Kept means that a loss of {settings.largest_loss:.0%} of the answers is excluded "
@@ -367,6 +368,14 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
             sentences.append("Undecided: so few prompts show neither that nor a loss.")
         sentences.append(standing.in_words())
     return " ".join(sentences)
+
+
+def _kept_of(figures: Figures, judgement: Mapping[str, str]) -> str:
+    """A condition, and of the persona's prompts how many it keeps."""
+    name = judgement["arm"]
+    comparison = figures["compared"][name]
+    kept = comparison["kept"]
+    return f"{figures['conditions'][name]['label']} ({kept} of {kept + len(comparison['lost'])})"
 
 
 # --- broad regression -----------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.attach import check_per_expert
 from mlxstacks.layers.freezing import add_frozen
-from mlxstacks.layers.latent import LatentPair
+from mlxstacks.layers.latent import LatentPair, latent_pairs
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.settings import TargetSettings, parse_layers
-from mlxstacks.layers.stack_files import SharedPairs, attach_paths, fixed_pairs, parts_of
+from mlxstacks.layers.stack_files import SharedPairs, attach_paths, parts_of
 from mlxstacks.layers.targets import (
     Target,
     check_targets,
@@ -138,7 +138,7 @@ def set_up(
     try:
         if settings.stack.latent_dim is not None:
             dims = {target.path: target.dims for target in targets}
-            latent = dict(fixed_pairs(dims, settings.stack.latent_dim, base_fingerprint))
+            latent = dict(latent_pairs(dims, settings.stack.latent_dim, base_fingerprint))
         served = (
             [] if store is None else serve_domains(model, store, store.manifest.domains, latent)
         )

@@ -191,6 +191,10 @@ def result_of(report: TrainReport) -> Result:
             for r in report.validation
         ]
         blocks.append(Table.of("validation", "Validation", columns, rows))
+    elif report.history:
+        of_training: Columns = {"step": "count", "training loss": ("number", 4)}
+        losses = [(r["step"], plain(r["loss"])) for r in report.history]
+        blocks.append(Table.of("training", "Training", of_training, losses))
     return Result(
         kind="train",
         title="Training",
@@ -213,7 +217,8 @@ def _outcome(report: TrainReport) -> str:
     if report.status == "planned":
         return "planned"
     if first is None or best is None:
-        return "validation loss not measured"
+        last = f"training loss {report.history[-1]['loss']:.3f}, " if report.history else ""
+        return f"{last}not validated"
     return f"validation loss {first:.3f} to {best:.3f}"
 
 
@@ -228,6 +233,9 @@ def _verdict(report: TrainReport) -> str:
         change = "fell" if best < first else "did not fall"
         verdict += f" Validation loss {change}: {first:.4f} before, {best:.4f} at step "
         verdict += f"{report.best_step:,}."
+    elif report.history:
+        losses = [f"{r['loss']:.4f} at step {r['step']:,}" for r in report.history]
+        verdict += f" Training loss {', '.join(dict.fromkeys((losses[0], losses[-1])))}."
     return f"{verdict} The {report.kept} weights were written."
 
 

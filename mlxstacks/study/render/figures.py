@@ -30,11 +30,16 @@ STYLE: dict[str, Any] = {
     "figure.facecolor": PAPER, "axes.facecolor": PAPER, "savefig.facecolor": PAPER,
     "legend.facecolor": PAPER, "legend.edgecolor": RULE, "legend.framealpha": 1.0,
     "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.edgecolor": RULE, "grid.color": RULE, "grid.linewidth": 0.6,
+    "lines.color": INK, "axes.edgecolor": RULE, "grid.color": RULE, "grid.linewidth": 0.6,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
     # A stranger's dollar sign is no formula; letters stay letters in the SVG.
     "text.parse_math": False, "svg.fonttype": "none",
 }  # fmt: skip
+_GREY = "#7a828c"  # 3.9:1 on white, 4.3:1 on a dark page
+_ON_ANY = {
+    key: {INK: _GREY, RULE: "#88888888", PAPER: "none"}.get(value, value)
+    for key, value in STYLE.items()
+}
 WIDTH = 4.4
 FORMATS = ("png", "svg")
 # Longer names of ticks are cut, with three dots; tables have them whole.
@@ -45,6 +50,8 @@ LONGEST_TICK = 34
 MOST_ROWS, MOST_DENSE_ROWS, MOST_LINES, MOST_COLUMNS = 40, 400, 12, 512
 _MOST_CELLS = 10_240  # 40 layers of 256 experts
 _ROW_INCHES, _LEAST_TICK_INCHES = 0.2, 0.17
+# A plot of more rows is higher than a screen: its legend and its axis stand on top too.
+_TALL_ROWS = 24
 # A heat map is at most as wide as a page.
 _WIDEST_INCHES = 9.0
 # Values this near to each other differ by rounding: colours would make a pattern of it.
@@ -88,21 +95,23 @@ def svg_of(plot: Plot) -> str:
 
 
 def png_of(plot: Plot) -> bytes:
-    """A plot as PNG. Raises: ImportError without matplotlib."""
-    with _style():
-        png: bytes = figure_of(plot)._repr_png_()
-    return png
+    """A plot as PNG, to be read on light and on dark. Raises: ImportError without matplotlib."""
+    return bytes(figure_of(plot, _ON_ANY)._repr_png_())
 
 
-def figure_of(plot: Plot) -> Any:
+def figure_of(plot: Plot, style: Mapping[str, Any] = STYLE) -> Any:
     """A plot as a matplotlib figure."""
-    with _style():
+    with _style(style):
         figure = _figure_class()(layout="constrained")
         _DRAW[plot.kind](figure, plot)
         # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it:
         # matplotlib's own wrapping reads a dollar sign as a formula's, whatever text.parse_math
         # says.
-        figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
+        above = [legend for legend in figure.legends if legend._outside_loc == "upper"]
+        if above:  # a title would lie over it
+            above[0].set_title(short(plot.title, LONGEST_TICK), prop={"size": 10})
+        else:
+            figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
         fit(figure)
     return figure
 
@@ -116,18 +125,18 @@ def _figure_class() -> Any:
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
-            self.savefig(file, format="png", dpi=100)
+            self.savefig(file, format="png", dpi=100, facecolor=self.get_facecolor())
             return file.getvalue()
 
     return NotebookFigure
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def _style(style: Mapping[str, Any] = STYLE) -> Iterator[None]:
     import matplotlib as library
 
     # Fixed ids in the SVG.
-    settings: dict[Any, Any] = {"svg.hashsalt": "mlxstacks", **STYLE}
+    settings: dict[Any, Any] = {"svg.hashsalt": "mlxstacks", **style}
     with library.rc_context(settings), warnings.catch_warnings():
         # Texts that leave no room for a plot, as a hostile file may hold, are drawn all the same.
         warnings.filterwarnings("ignore", message=".*axes sizes collapsed to zero")
@@ -171,7 +180,7 @@ def _draw_intervals(figure: Any, plot: Plot) -> None:
     ax.margins(x=0.06)
     if None not in plot.limits:
         ax.set_xlim(*plot.limits)
-    _legend(figure, groups if named else {}, plot.references)
+    _legend(figure, groups if named else {}, plot.references, rows=len(shown))
 
 
 def _dots(plot: Plot) -> Iterator[tuple[int, Series, int]]:
@@ -202,7 +211,7 @@ def _draw_series(figure: Any, plot: Plot) -> None:
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="x" if dense else "both")
     ax.margins(x=0.06)
-    _legend(figure, dict(enumerate(names)), plot.references, line="")
+    _legend(figure, dict(enumerate(names)), plot.references, line="", rows=len(labels))
 
 
 def _rows(
@@ -225,10 +234,11 @@ def _rows(
     figure.set_size_inches(width, 1.15 + each * len(labels) + 0.2 * ((entries + 1) // 2))
     ax = figure.subplots()
     for number, place in enumerate(plot.references.values()):
-        ax.axvline(place, color=INK, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
+        ax.axvline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     shown = [n for n in range(0, len(labels), step) if step > 1 or not first or first[n]]
     ax.set_yticks(shown, names_of_ticks([labels[n] for n in shown]))
     ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.tick_params(top=len(labels) > _TALL_ROWS, labeltop=len(labels) > _TALL_ROWS)
     ax.set_axisbelow(True)
     note = f"\n{len(labels):,} rows, every {_ordinal(step)} named" if step > 1 else ""
     ax.set_xlabel(short(plot.x_label, 120) + note + _cut_note(len(labels), count))
@@ -253,9 +263,12 @@ def _ordinal(number: int) -> str:
 
 
 def _legend(
-    figure: Any, groups: Mapping[int, str], references: Mapping[str, float], line: Any = "-"
-) -> None:
-    """Below the plot, one entry for what each marker and line means. groups: by place of series."""
+    figure: Any, groups: Mapping[int, str], references: Mapping[str, float], line: Any = "-",
+    rows: int = 0,
+) -> None:  # fmt: skip
+    """An entry for what each marker and line means; groups: by place of series. Below the plot, or
+    above one of many rows.
+    """
     from matplotlib.lines import Line2D
 
     entries: list[Any] = [
@@ -264,17 +277,18 @@ def _legend(
         for n, name in groups.items()
     ]  # fmt: skip
     entries += [
-        Line2D([], [], color=INK, linewidth=1.1, linestyle=DASHES[1 + n % 3], label=short(name, 40))
+        Line2D([], [], linewidth=1.1, linestyle=DASHES[1 + n % 3], label=short(name, 40))
         for n, name in enumerate(references)
     ]
-    _place_legend(figure, entries)
+    _place_legend(figure, entries, "upper" if rows > _TALL_ROWS else "lower")
 
 
-def _place_legend(figure: Any, entries: Sequence[Any]) -> None:
+def _place_legend(figure: Any, entries: Sequence[Any], side: str = "lower") -> None:
     """In two columns where their texts fit into the figure's width."""
     if entries:
         narrow = max(len(entry.get_label()) for entry in entries) <= 26
-        figure.legend(handles=entries, loc="outside lower center", ncols=2 if narrow else 1)
+        loc, columns = f"outside {side} center", 2 if narrow else 1
+        figure.legend(handles=entries, loc=loc, ncols=columns, alignment="left")
 
 
 def _draw_curves(figure: Any, plot: Plot) -> None:
@@ -344,11 +358,11 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
                     short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
                     xytext=(0, 7) if number else (6, -5), textcoords="offset points",
                     va="bottom" if number else "top", ha="center" if number else "left",
-                    bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.5},
+                    bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
                 )
             )  # fmt: skip
     for number, place in enumerate(plot.references.values()):
-        ax.axhline(place, color=INK, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
+        ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
     ax.margins(x=0.16, y=0.14)
     ax.xaxis.set_major_locator(MaxNLocator(5))
@@ -641,9 +655,9 @@ def _stack(figure: Any, legend: Any) -> bool:
         labels = [text.get_text() for text in legend.get_texts()]
         legend.remove()
         figure.legend(
-            legend.legend_handles, labels, loc="outside lower center",
+            legend.legend_handles, labels, loc=f"outside {legend._outside_loc} center",
             ncols=max(1, int(legend._ncols * figure.bbox.width / width)),
-            title=legend.get_title().get_text() or None,
+            title=legend.get_title().get_text() or None, alignment="left",
         )  # fmt: skip
     else:
         figure.set_size_inches(1.02 * width / figure.dpi, figure.get_size_inches()[1])

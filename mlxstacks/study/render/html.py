@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -193,6 +194,9 @@ def result_html(result: Document) -> str:
         result = result.model_copy(update={"notes": (*result.notes, note)})
     template: Any = _environment().get_template("page.html.j2").module
     section = template.section(Section(slug, result.directory or result.kind, result, pictures))
+    page = Path(result.directory or "") / "index.html"
+    if page.is_file():  # of `report`
+        section += Markup('<p>The page: <a href="{0}">{0}</a></p>').format(clean(str(page)))
     return f'<div class="mlxstacks"><style>{_NOTEBOOK_STYLE}</style>{section}</div>'
 
 

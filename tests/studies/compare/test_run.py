@@ -115,7 +115,7 @@ def test_differences_are_of_pairs(compared: tuple[Path, Result]) -> None:
         assert result["differences"][name]["n"] == 2
     entry = result["matrix_differences"]["ungated"]["beta"]["alpha"]
     assert entry == pytest.approx(result["differences"]["ungated of alpha"])
-    assert report.verdict.startswith("kept-out against free, ungated, earlier domains: ")
+    assert report.verdict.startswith("ungated, earlier domains, kept-out against free: ")
     assert "by domain" not in report.verdict  # one is earlier
 
 

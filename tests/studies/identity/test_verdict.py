@@ -93,7 +93,7 @@ def test_behind_a_shut_gate_there_is_no_claim(passed: dict[str, Any], words: str
     found = case(**passed)
     assert words in verdict_of(found)
     assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
-    assert "keeps the persona" not in verdict_of(found)
+    assert "persona kept" not in verdict_of(found)
 
 
 def test_each_policy_has_its_own_gate() -> None:
@@ -106,7 +106,7 @@ def test_each_policy_has_its_own_gate() -> None:
         ("refit", "no claim"), ("promote", "kept"),
     }  # fmt: skip
     assert "Persona lost by its own fuse under refit" in verdict_of(found)
-    assert "Under promote, identity + factual r2 keeps the persona" in verdict_of(found)
+    assert "Under promote: persona kept by identity + factual r2 (18 of 18)" in verdict_of(found)
 
 
 # --- prompt by prompt -----------------------------------------------------------------------------
@@ -138,7 +138,10 @@ def test_kept_lost_and_not_shown() -> None:
     # of the 18 that the reference passes, not of the suite's 20
     assert lost["loss"] == wilson_interval(10, 18).as_json()
     words = verdict_of(found)
-    assert "identity + factual r8 leaves it undecided" in words
+    assert words.startswith(
+        "Under promote: persona kept by identity + factual r2 (18 of 18); persona lost by identity "
+        "+ identity (8 of 18); undecided for identity + factual r8 (16 of 18)."
+    )
     assert "Undecided: so few prompts show neither that nor a loss." in words
     assert "Undecided" not in verdict_of(case())
     assert "exact preservation is not shown" in verdict_of(found)
@@ -182,7 +185,7 @@ def test_results_of_another_plan_claim_nothing() -> None:
     assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
     words = verdict(found, SETTINGS, standing)
     assert "results of another plan" in words
-    assert "keeps the persona" not in words
+    assert "persona kept" not in words
 
 
 def test_unequal_conditions_are_refused() -> None:
