@@ -62,7 +62,8 @@ def session(
     for queue in queues.values():
         chance.shuffle(queue)
     names = sorted(queues)
-    taken, turns, name = dict.fromkeys(names, 0), [], chance.choice(names)
+    turns: list[RouterExample] = []
+    taken, name = dict.fromkeys(names, 0), chance.choice(names)
     for _ in range(count):
         if turns and chance.random() < 1 / run:
             name = chance.choice([other for other in names if other != name])
