@@ -353,6 +353,17 @@ def stacks_remove(store_path: str | Path | None = None, domain: str | None = Non
     dry_run: bool = False) -> Result:
     """Take a domain out of a store; its files stay until gc."""
 
+def stacks_retrain(store_path: str | Path | None = None, domain: str | None = None, *,
+    model: str | Path | None = None, data: str | Path | None = None, rounds: int | None = None,
+    iters: int | None = None, learning_rate: float | None = None, moved_above: float = 0.01,
+    guard: Literal['refuse', 'warn', 'off'] = 'refuse', resume: bool = True,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Train a domain again in its place; later ones are measured and marked."""
+
+def stacks_undo(store_path: str | Path | None = None, *,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Take back the last change of a store."""
+
 def stacks_verify(store_path: str | Path | None = None, *, model: str | Path | None = None,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Check every file of a store: hashes, shapes, headers, the base."""

@@ -81,6 +81,23 @@ class StackRecord:
 
 
 @dataclass(frozen=True)
+class PrefixChange:
+    """What became of a domain whose earlier domains `retrained` were trained again after it.
+
+    loss_before, loss_after: its prefix loss before the first of them and after the last, nats a
+    token; None where it was not measured (disabled). moved: whether they differ by more than the
+    threshold of the last run.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    retrained: tuple[DomainName, ...]
+    loss_before: float | None
+    loss_after: float | None
+    moved: bool | None
+
+
+@dataclass(frozen=True)
 class DomainRecord:
     """One domain and its stacks, in the order of training.
 
@@ -88,7 +105,8 @@ class DomainRecord:
     with; settings_sha256: `json_sha256` of it, or of what stands for it. data: the report on its
     data. split: row ids of its training and validation rows; None where there are none (imported).
     protected: what its null space held, None where nothing was protected. trained_on: names of the
-    stacks that were on while it was trained.
+    stacks that were on while it was trained. prefix_changed: None, unless an earlier
+    domain was trained again since.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -105,6 +123,7 @@ class DomainRecord:
     protected: JsonObject | None = None
     origin: Origin = "trained"
     trained_on: tuple[StackName, ...] = ()
+    prefix_changed: PrefixChange | None = None
 
 
 @dataclass(frozen=True)
@@ -164,12 +183,15 @@ class Manifest(VersionedRecord):
             yield from (stack.file for stack in domain.stacks)
 
     def as_json(self) -> dict[str, Any]:
-        """As of any record; without a router there is no such key: the bytes are those of versions
-        that knew none.
+        """As of any record; without a router, or a changed prefix, there is no such key: the bytes
+        are those of versions that knew none.
         """
         value = super().as_json()
         if value["router"] is None:
             del value["router"]
+        for domain in value["domains"]:
+            if domain["prefix_changed"] is None:
+                del domain["prefix_changed"]
         return value
 
     def problems(self) -> Iterator[str]:

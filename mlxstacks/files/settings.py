@@ -223,6 +223,42 @@ class StacksSwitchSettings(_StoreSettings):
     domain: str | None = Field(None, description="Domain to switch.")
 
 
+class StacksUndoSettings(_StoreSettings):
+    """Take back the last change of a store; once more makes it again."""
+
+
+class StacksRetrainSettings(_StoreSettings):
+    """Train one domain of a store again, in its place."""
+
+    domain: str | None = Field(None, description="Domain to train again.")
+    model: str | None = Field(
+        None, description="Model directory or Hugging Face id of the base. Default: the store's."
+    )
+    data: str | None = Field(
+        None,
+        description="Directory of the domains' files, with the domain's new rows. Default: where "
+        "they were.",
+    )
+    rounds: int | None = Field(
+        None, ge=1, description="Stacks, at most. Default: as it was trained."
+    )
+    iters: int | None = Field(
+        None, ge=1, description="Batches of a round. Default: as it was trained."
+    )
+    learning_rate: float | None = Field(
+        None, gt=0, description="Peak learning rate of AdamW. Default: as it was trained."
+    )
+    moved_above: float = Field(
+        0.01,
+        ge=0,
+        description="A later domain whose prefix loss changes by more, in nats a token, has moved.",
+    )
+    guard: Literal["refuse", "warn", "off"] = Field(
+        "refuse", description="A run that is predicted not to fit: refuse it, warn, do not ask."
+    )
+    resume: bool = Field(True, description="Resume a training that was stopped.")
+
+
 class StacksExportSettings(_StoreSettings):
     """Write a stack of one expert as an adapter."""
 

@@ -3,6 +3,7 @@
     manifest.json    what is there, with hashes and a checksum of itself
     stacks/ splits/ shared/ routers/    content files, never changed
     log.jsonl        when what was done; the only place with times
+    previous.json    the manifest before the last change, for `stacks undo`
     base.json        where base and data are on this machine (`find_base`); may be left out
     .lock            held by the one writer
 
@@ -67,6 +68,7 @@ from mlxstacks.files.store_files import (
     LOCATION,
     LOG,
     MANIFEST,
+    PREVIOUS,
     add_content,
     append_line,
     file_of,
@@ -329,6 +331,7 @@ class Change:
                     os.utime(self.path / record.file, follow_symlinks=False)
         # before the manifest: a full disk is met while nothing has changed yet
         Store(self.path, self._before).log(event, checksum=document["checksum"][:12], **details)
+        write_json(self.path / PREVIOUS, self._before.document(), sort_keys=True)
         write_json(self.path / MANIFEST, document, sort_keys=True)
 
     def drop_unnamed(self) -> None:

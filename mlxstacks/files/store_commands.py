@@ -2,23 +2,24 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix
+from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, PrefixChange
 from mlxstacks.files.router_file import check_router
 from mlxstacks.files.settings import (
     StacksDiffSettings,
     StacksGcSettings,
     StacksRemoveSettings,
     StacksSwitchSettings,
+    StacksUndoSettings,
 )
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_files import temporaries, unnamed_files
+from mlxstacks.files.store_files import PREVIOUS, file_of, read_manifest, temporaries, unnamed_files
 
 Status = Literal["done", "planned", "nothing to do"]
 
@@ -99,6 +100,51 @@ def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Stor
     return _change_domain(settings.store_path, settings.domain, "enable", edit, dry_run)
 
 
+def undo_change(settings: StacksUndoSettings, dry_run: bool = False) -> StoreChanged:
+    """Put back the manifest from before the last change, whatever that was.
+
+    Law: undone twice, the manifest is what it was.
+    Raises: InputError: nothing was changed yet. StoreError: a file of that manifest is not there
+        any more (`gc` removed it). Nothing is changed then.
+    """
+    store = open_store(settings.store_path)
+    if not (store.path / PREVIOUS).exists():
+        raise InputError(f"{store.path}: no {PREVIOUS}, so there is no change to undo")
+
+    def earlier(now: Manifest) -> Manifest:
+        before = read_manifest(store.path, PREVIOUS)
+        if before.base_fingerprint != now.base_fingerprint:
+            raise StoreError(f"{store.path / PREVIOUS}: of another base; remove it")
+        for record in before.files():
+            file_of(store.path, record)
+        return before
+
+    now, after = store.manifest, earlier(store.manifest)
+    status: Status = "planned" if dry_run else "done"
+    if after == now:
+        status = "nothing to do"
+    elif not dry_run:
+        with store.change("undo") as change:
+            now, after = change.manifest, earlier(change.manifest)
+            change.manifest = after
+    old, new = ({s.file.sha256: s.name for s in m.stacks} for m in (now, after))
+    domains = [d.name for d in (*now.domains, *after.domains)]
+    touched = [
+        name
+        for name in dict.fromkeys(domains)
+        if now.domain_named(name) != after.domain_named(name)
+    ]
+    return StoreChanged(
+        status=status,
+        action="undo",
+        store_path=str(store.path),
+        domain=", ".join(touched),
+        stacks=tuple(dict.fromkeys((old | new)[sha256] for sha256 in old.keys() ^ new.keys())),
+        served=tuple(stack.name for stack in after.enabled_stacks()),
+        notes=(*company_notes(after), *router_notes(Store(store.path, after))),
+    )
+
+
 def collect_garbage(settings: StacksGcSettings, dry_run: bool = False) -> Collected:
     """Remove files that no manifest has named for the grace period, and what dead writers left.
 
@@ -177,6 +223,42 @@ def without_domain(manifest: Manifest, name: str) -> Manifest:
     return replace(manifest, domains=domains, matrix=matrix, shared=shared)
 
 
+def replaced_domain(
+    manifest: Manifest,
+    domain: DomainRecord,
+    rows: Matrix,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    moved_above: float,
+) -> Manifest:
+    """The manifest with a domain trained again in its place, and later ones marked.
+
+    rows: new rows of the matrix. before, after: prefix losses of later domains, nats a token. A
+    later domain is marked (`prefix_changed`) where it was trained on stacks that are replaced, or
+    its loss moved by more than `moved_above`.
+    """
+    old = manifest.domain_named(domain.name)
+    assert old is not None
+    under = {d.name for d in dependents(manifest, old)}
+    matrix = without_domain(manifest, domain.name).matrix
+    for mode, changed in rows.items():
+        matrix.setdefault(mode, {}).update(changed)
+    place = manifest.domains.index(old)
+    later = []
+    for other in manifest.domains[place + 1 :]:
+        was, now = before.get(other.name), after.get(other.name)
+        mark = other.prefix_changed
+        if mark is not None and mark.loss_before is not None:
+            was = mark.loss_before
+        moved = None if was is None or now is None else abs(now - was) > moved_above
+        if other.name in under or moved:
+            names = sorted({*(mark.retrained if mark else ()), domain.name})
+            other = replace(other, prefix_changed=PrefixChange(tuple(names), was, now, moved))
+        later.append(other)
+    domains = (*manifest.domains[:place], domain, *later)
+    return replace(manifest, domains=domains, matrix=matrix)
+
+
 def _change_domain(
     store_path: str | None,
     name: str | None,
@@ -237,6 +319,14 @@ def company_notes(manifest: Manifest) -> list[str]:
             notes.append(
                 f"{domain.name} was trained on top of {', '.join(absent)}, not served now: its "
                 "losses are not the measured ones"
+            )
+        if mark := domain.prefix_changed:
+            was, now = mark.loss_before, mark.loss_after
+            change = "" if was is None or now is None else f": prefix loss {was:.4f}, now {now:.4f}"
+            moved = "; it moved" if mark.moved else ""
+            notes.append(
+                f"{domain.name} was trained before {', '.join(mark.retrained)} was trained again"
+                f"{change}{moved}"
             )
     return notes
 
@@ -306,6 +396,7 @@ def diff_stores(settings: StacksDiffSettings) -> StoreDiff:
 
 _DOMAIN_FIELDS = (
     "enabled", "origin", "losses", "final_loss", "settings", "data", "protected", "trained_on",
+    "prefix_changed",
 )  # fmt: skip
 _STACK_FIELDS = ("domain", "round", "parameters", "loss_before", "loss_after")
 

@@ -28,6 +28,8 @@ from mlxstacks.files.stack_file import REPAIR as STACK_REPAIR
 from mlxstacks.files.strict_json import MAX_JSON_BYTES
 
 MANIFEST = "manifest.json"
+# The manifest before the last change.
+PREVIOUS = "previous.json"
 LOCK = ".lock"
 LOG = "log.jsonl"
 LOCATION = "base.json"
@@ -185,16 +187,19 @@ def own_entries(root: Path) -> set[str] | None:
     unnamed = [*unnamed_files(root, named)[0], *temporaries(root)]
     named |= {path.relative_to(root).as_posix() for path in unnamed}
     results = {RESULT, RESULT_PAGE, FORMER_REPORT}
-    return named | results | {MANIFEST, LOG, LOCK, LOCATION, *FOLDERS}
+    return named | results | {MANIFEST, PREVIOUS, LOG, LOCK, LOCATION, *FOLDERS}
 
 
 def _entries(place: Path) -> list[Path]:
     return [] if place.is_symlink() or not place.is_dir() else list(place.iterdir())
 
 
-def read_manifest(root: Path) -> Manifest:
-    """Raises: InputError: no store is there. StoreError: the manifest is missing or damaged."""
-    path = root / MANIFEST
+def read_manifest(root: Path, name: str = MANIFEST) -> Manifest:
+    """name: PREVIOUS for the one before the last change.
+
+    Raises: InputError: no store is there. StoreError: the manifest is missing or damaged.
+    """
+    path = root / name
     if not os.path.lexists(path):
         if (root / "stacks").is_dir():
             raise StoreError(f"{path}: missing, its stacks are there; restore it from a copy")

@@ -186,7 +186,10 @@ def _sources(name: str, settings: Any) -> Iterator[str]:
 # These plan by themselves what they can without their model.
 PLAN_THEMSELVES = ("confound", "identity", "eval", "report")
 # These change the store that they are given.
-_IN_PLACE = ("stacks remove", "stacks disable", "stacks enable", "stacks gc", "stacks import")
+_IN_PLACE = (
+    "stacks remove", "stacks disable", "stacks enable", "stacks undo", "stacks retrain",
+    "stacks gc", "stacks import",
+)  # fmt: skip
 # Without a config there is no plan of these.
 TRAIN = ("train", "stack", "stack compare", "sweep", "sweep buffers")
 

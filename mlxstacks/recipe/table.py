@@ -232,6 +232,18 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.studies.stack.store_commands:enable_domain",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
+    "stacks undo": Command(
+        help="Take back the last change of a store.",
+        settings="mlxstacks.files.settings:StacksUndoSettings",
+        function="mlxstacks.studies.stack.store_commands:undo_change",
+        arguments={"store_path": "STORE"},
+    ),
+    "stacks retrain": Command(
+        help="Train a domain again in its place; later ones are measured and marked.",
+        settings="mlxstacks.files.settings:StacksRetrainSettings",
+        function="mlxstacks.studies.stack.retrain:run",
+        arguments={"store_path": "STORE", "domain": "DOMAIN"},
+    ),
     "stacks export": Command(
         help="Write a stack of one expert as an adapter, for mlx-lm or PEFT.",
         settings="mlxstacks.files.settings:StacksExportSettings",

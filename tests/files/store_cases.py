@@ -103,5 +103,5 @@ def tree(path: Path) -> dict[str, bytes]:
     return {
         p.relative_to(path).as_posix(): p.read_bytes()
         for p in sorted(path.rglob("*"))
-        if p.is_file() and p.name not in ("log.jsonl", ".lock")
+        if p.is_file() and p.name not in ("log.jsonl", "previous.json", ".lock")
     }

@@ -40,6 +40,8 @@ WRITES: Mapping[str, str] = {
     "stacks remove": "the list of stacks of the store; the files stay until `stacks gc`",
     "stacks disable": "the list of stacks of the store",
     "stacks enable": "the list of stacks of the store",
+    "stacks undo": "the list of stacks of the store",
+    "stacks retrain": "the domain's new stacks into the store; the old ones stay until `stacks gc`",
     "stacks import": "a stack into the store, which it makes where there is none",
     "stacks gc": "nothing; removes files of the store that nothing names",
     "chat": "the prompts that no domain fits, to `--gap-log`",

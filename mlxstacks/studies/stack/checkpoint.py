@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from mlxstacks import memory
 from mlxstacks.data import split_ids
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.disk import target_errors, user_path
-from mlxstacks.files.manifest import DomainRecord, StackRecord
+from mlxstacks.files.manifest import DomainRecord, Matrix, MatrixMode, StackRecord
 from mlxstacks.files.outputs import (
     MARK,
     check_target,
@@ -49,6 +49,7 @@ from mlxstacks.files.stack_file import (
     write_stack,
 )
 from mlxstacks.files.store import Store, remember_places
+from mlxstacks.files.store_commands import replaced_domain
 from mlxstacks.files.store_files import FORMER_REPORT, MANIFEST, RESULT, own_entries
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.freezing import add_frozen, stack_tensors
@@ -72,7 +73,13 @@ from mlxstacks.study.run_directory import (
     work_path,
 )
 from mlxstacks.training.boost import Parts, RoundRecord
-from mlxstacks.training.continual import Bases, DomainResult, protection_report
+from mlxstacks.training.continual import (
+    Bases,
+    DomainResult,
+    MatrixRow,
+    Served,
+    protection_report,
+)
 from mlxstacks.training.loop import Record, TrainingState, load_state, save_state
 from mlxstacks.training.settings import StackRunSettings
 
@@ -376,6 +383,21 @@ class RoundCheckpoints:
             self.work.log(event=event, domain=self.plan.name, round=number, step=step, **record)
 
 
+@dataclass(frozen=True, eq=False)
+class Retrained:
+    """Around a domain that was trained again in its place. served: all domains, in order, that are
+    in the model now. before: prefix losses of the domain (its new rows) and later ones with the
+    stacks that are replaced. row: losses now, mode -> domain -> loss, prefix always. seconds: of
+    each stage.
+    """
+
+    served: list[Served]
+    before: MatrixRow
+    row: dict[MatrixMode, MatrixRow]
+    moved_above: float
+    seconds: dict[str, float]
+
+
 # --- into the store -------------------------------------------------------------------------------
 
 
@@ -386,8 +408,11 @@ def commit_domain(
     plan: DomainPlan,
     result: DomainResult,
     bases: Bases,
+    retrained: Retrained | None = None,
 ) -> None:
     """Everything of the domain in one change of the store; the first one makes the store.
+
+    retrained: of a domain that takes the place of its former self.
 
     Raises: StoreError where the store is not what the domain was trained on any more.
     """
@@ -400,7 +425,8 @@ def commit_domain(
     assert setup.settings.model is not None
     remember_places(store, setup.settings.model, data_root(setup.settings))
     before = setup.store.manifest if setup.store else store.manifest
-    with store.change("trained", domain=plan.name) as change:
+    event = ("trained", {}) if retrained is None else ("retrained", {"seconds": retrained.seconds})
+    with store.change(event[0], domain=plan.name, **event[1]) as change:
         if replace(change.manifest, code_version="") != replace(before, code_version=""):
             raise StoreError(
                 f"{store.path}: was changed while {plan.name} was trained on it; nothing was "
@@ -431,14 +457,29 @@ def commit_domain(
             protected=_protected(setup, plan.name, bases) if bases else None,
             trained_on=tuple(name for served in setup.served for name in served.stacks),
         )
-        matrix = {mode: dict(rows) for mode, rows in change.manifest.matrix.items()}
-        for mode, row in result.row.items():
-            matrix.setdefault(mode, {})[plan.name] = row
-        change.manifest = replace(change.manifest.with_domain(record), matrix=matrix)
+        rows: Matrix = {mode: {plan.name: row} for mode, row in result.row.items()}
+        if retrained is not None:
+            last = retrained.served[-1].domain
+            rows = {mode: {**row, last: retrained.row[mode]} for mode, row in rows.items()}
+            change.manifest = replaced_domain(
+                change.manifest, record, rows, retrained.before, retrained.row["prefix"],
+                retrained.moved_above,
+            )  # fmt: skip
+        else:
+            matrix = {mode: dict(known) for mode, known in change.manifest.matrix.items()}
+            for mode, row in rows.items():
+                matrix.setdefault(mode, {}).update(row)
+            change.manifest = replace(change.manifest.with_domain(record), matrix=matrix)
     if pending:
         work.set_replacement("done")
     work.hand_over_log(store)
     work.clear()
+
+
+def stack_hashes(store: Store, domain: str) -> dict[str, str]:
+    """Stack -> SHA-256 of a domain's stacks in the store."""
+    record = store.manifest.domain_named(domain)
+    return {} if record is None else {stack.name: stack.file.sha256 for stack in record.stacks}
 
 
 def _protected(setup: StackSetup, domain: str, bases: Bases) -> dict[str, Any]:

@@ -183,6 +183,7 @@ def stored_json(record: DomainRecord) -> dict[str, Any]:
         "bytes": sum(stack.file.nbytes for stack in record.stacks),
         "protected": record.protected,
         "data": record.data,
+        **({"prefix_changed": asdict(record.prefix_changed)} if record.prefix_changed else {}),
     }
 
 

@@ -8,6 +8,7 @@ moment, even killed, the same command resumes and ends with the same manifest, h
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,15 +19,18 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import company_notes, router_notes
 from mlxstacks.layers.selection import ungated
-from mlxstacks.layers.stacked import set_mode
+from mlxstacks.layers.stacked import set_mode, stacked_layers
 from mlxstacks.studies.stack.checkpoint import (
+    Retrained,
     RoundCheckpoints,
     StackWork,
     check_store,
     commit_domain,
     read_report,
     replaces_store,
+    stack_hashes,
 )
 from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.report import done_result, planned_result, round_details
@@ -34,6 +38,7 @@ from mlxstacks.studies.stack.samples import answered_samples
 from mlxstacks.studies.stack.setup import (
     StackSetup,
     guarded,
+    serve_domains,
     set_up,
     stored_prefix,
     with_other_company,
@@ -65,9 +70,17 @@ Progress = Callable[..., None]
 
 
 def run(
-    settings: StackRunSettings, *, dry_run: bool = False, progress: Progress | None = None
+    settings: StackRunSettings,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    retrain: str | None = None,
+    moved_above: float = 0.0,
 ) -> Result:
-    """Train the domains that the store at `settings.save_path` does not have yet.
+    """Train the domains that the store at `settings.save_path` does not have yet; or again the one
+    that is named `retrain`, on the stacks before it, in its place (retrain.py).
+
+    moved_above: nats a token by which the prefix loss of a later domain has to change to be marked.
 
     Under `mlx.launch` each process takes its part of every batch; the first one writes and speaks.
 
@@ -88,17 +101,24 @@ def run(
     progress = progress if size_and_rank(group)[1] == 0 else None
     if progress and not dry_run:
         progress(0, 1, "reading the data")
-    setup = set_up(settings, Store.open(target) if resumes else None)
+    setup = set_up(settings, Store.open(target) if resumes else None, retrain)
     predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
     planned = planned_result(setup, target, predicted)
     if dry_run:
         return planned
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _StackRun(setup, target, planned, progress, group, stack, started).run()
+        stack_run = _StackRun(setup, target, planned, progress, group, stack, started)
+        stack_run.retrain, stack_run.moved_above = retrain, moved_above
+        return stack_run.run()
 
 
 class _StackRun:
+    """before: of a domain that is trained again and those after it, prefix losses that were."""
+
+    retrain: str | None = None
+    moved_above: float = 0.0
+
     def __init__(
         self,
         setup: StackSetup,
@@ -115,6 +135,8 @@ class _StackRun:
         self.group = group
         self.is_main = size_and_rank(group)[1] == 0
         self.progress, self.started = progress, started
+        self.before: MatrixRow = {}
+        self.seconds: dict[str, float] = {}
         self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
         if not self.is_main:
             silence_stdout()
@@ -148,6 +170,8 @@ class _StackRun:
                 )
             self._recall(work)
             expected = self._arrive() if self.setup.to_train else {}
+            if self.retrain is not None:
+                self._take_out(expected)
             while self.setup.to_train:
                 plan = self.setup.to_train[0]
                 expected[plan.name] = self._domain(work, plan, expected).prefix_loss
@@ -182,7 +206,9 @@ class _StackRun:
             work.set_replacement("pending")
         elif work.identity is not None and self.setup.store is not None:
             name = str(work.identity.get("name"))
-            if self.setup.store.manifest.domain_named(name) is not None:
+            hashes = stack_hashes(self.setup.store, name)
+            known = self.setup.store.manifest.domain_named(name) is not None
+            if known and work.identity.get("replaces") != hashes:
                 work.hand_over_log(self.setup.store)
                 work.clear()
 
@@ -207,11 +233,16 @@ class _StackRun:
         served, store = self.setup.served, self.setup.store
         if store is None or not served:
             return {}
+        start = time.monotonic()
         measured = measure_row(
             self.model, served, self.losses, ["prefix"], self.setup.served_dtype,
             lambda mode, domain, loss: self._say(0, f"measuring {domain} as it is"),
         )["prefix"]  # fmt: skip
-        wrong, rounding = arrival_problems(stored_prefix(store.manifest), measured)
+        self.seconds["before"] = time.monotonic() - start
+        stored = stored_prefix(store.manifest)
+        if self.retrain is not None:
+            stored.pop(self.retrain, None)  # its rows may be new ones
+        wrong, rounding = arrival_problems(stored, measured)
         changed = with_other_company(store.manifest)
         for name in sorted(changed):
             self.setup.notes.append(
@@ -233,6 +264,18 @@ class _StackRun:
             )
         return measured
 
+    def _take_out(self, expected: MatrixRow) -> None:
+        """Leave the stacks before the domain that is trained again; `expected` loses the rest."""
+        domains = [served.domain for served in self.setup.served]
+        place = domains.index(self.retrain or "")
+        self.before = {name: expected.pop(name) for name in domains[place:] if name in expected}
+        served = self.setup.served[:place]
+        self.setup = replace(self.setup, served=served)
+        names = {name for entry in served for name in entry.stacks}
+        for _, layer in stacked_layers(self.model):
+            if any(stack_id.name not in names for stack_id in layer.stacks.ids):
+                layer.set_stacks([s for s in layer.stacks.stacks() if s.id.name in names])
+
     # --- one domain -------------------------------------------------------------------------------
 
     def _domain(self, work: StackWork, plan: DomainPlan, expected: MatrixRow) -> DomainResult:
@@ -241,7 +284,10 @@ class _StackRun:
         # Not how stacks are stored: one that does not fit float16 can be frozen as bfloat16 without
         # training it again.
         identity["stack"] = {k: v for k, v in identity["stack"].items() if k != "storage"}
-        earlier = store.enabled_stacks() if store else []
+        names = {name for entry in self.setup.served for name in entry.stacks}
+        earlier = [s for s in store.enabled_stacks() if s.name in names] if store else []
+        if store is not None and self.retrain is not None:
+            identity["replaces"] = stack_hashes(store, plan.name)
         if self.is_main:
             work.begin({
                 "name": plan.name, "base_fingerprint": self.setup.base_fingerprint, **identity,
@@ -263,9 +309,13 @@ class _StackRun:
                 f"step is saved in {work.path}; change what made it (a lower learning_rate, a "
                 "broken row) and run again with --no-resume: domains in the store stay"
             ) from error
+        seconds = time.monotonic() - start
         details = round_details(
-            result.records, bases, self.setup, time.monotonic() - start, checkpoints.resumed_from
+            result.records, bases, self.setup, seconds, checkpoints.resumed_from
         )
+        retrained = self._retrained(work, result, seconds) if self.retrain is not None else None
+        if retrained is not None:
+            details["stage_seconds"] = retrained.seconds
         if self.is_main and self.settings.sample_prompts:
             self._say(1, f"answers after {plan.name}")
             served = [*self.setup.served, result.served]
@@ -273,13 +323,44 @@ class _StackRun:
         self.domains[plan.name] |= details
         if self.is_main:
             work.set_details({**work.details, plan.name: details})
-            commit_domain(self.setup, self.target, work, plan, result, bases)
+            commit_domain(self.setup, self.target, work, plan, result, bases, retrained)
         wait_for_all(self.group)
         store = store or Store.open(self.target)
         store.refresh()
         self.setup = with_trained(self.setup, store, result.served)
+        if retrained is not None:
+            self.setup = replace(self.setup, served=retrained.served)
+            self.setup.notes.extend([*company_notes(store.manifest), *router_notes(store)])
         self.domains_done += 1
         return result
+
+    def _retrained(self, work: StackWork, result: DomainResult, seconds: float) -> Retrained:
+        """Later domains back on top of a domain that was trained again, and every loss now.
+
+        Raises: InputError where training gained nothing: the store keeps what it has.
+        """
+        store, name = self.setup.store, result.served.domain
+        assert store is not None
+        if not result.served.stacks:
+            if self.is_main:
+                work.clear()
+            raise InputError(
+                f"domain {name}: training it again gained nothing, so the store keeps the stacks "
+                "that it has; give more rows, --iters or another --learning-rate"
+            )
+        start = time.monotonic()
+        place = [domain.name for domain in store.manifest.domains].index(name)
+        later = serve_domains(
+            self.model, store, store.manifest.domains[place + 1 :], self.setup.latent
+        )
+        served = [*self.setup.served, result.served, *later]
+        row = measure_row(
+            self.model, served, self.losses, [*dict.fromkeys(["prefix", *self.settings.modes])],
+            self.setup.served_dtype, lambda mode, d, loss: self._say(1, f"{mode} loss of {d}"),
+        )  # fmt: skip
+        stages = {**self.seconds, "training": seconds, "after": time.monotonic() - start}
+        stages = {stage: round(value, 3) for stage, value in stages.items()}
+        return Retrained(served, self.before, row, self.moved_above, stages)
 
     def _bases(self, work: StackWork, plan: DomainPlan) -> Bases:
         """The directions to keep out of, from the work directory or found now."""

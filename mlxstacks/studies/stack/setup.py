@@ -1,6 +1,6 @@
 """What `mlxstacks stack` works on: base, projections, stored stacks, rows, the guard's word."""
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.store import Store, base_name
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
@@ -61,7 +61,7 @@ class StackSetup:
     base_fingerprint: str
     float32_base: bool
     targets: list[Target]
-    latent: Mapping[str, LatentPair]
+    latent: MutableMapping[str, LatentPair]
     store: Store | None
     rows: dict[str, DomainRows]
     to_train: list[DomainPlan]
@@ -99,8 +99,12 @@ class StackSetup:
         return identity_of(self.settings, domain, self.float32_base, self.rows[domain.name])
 
 
-def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
+def set_up(
+    settings: StackRunSettings, store: Store | None, retrained: str | None = None
+) -> StackSetup:
     """Load lazily (nothing of the base is read yet), choose, read, compare with the store, attach.
+
+    retrained: a domain of the store whose rows are read anew, to train it again.
 
     Raises: InputError for whatever cannot be used: model, projections, rank, data, a domain that
         the store has with other settings. StoreError: a store of another base, a damaged file.
@@ -109,7 +113,11 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
         raise InputError("stack needs model")
     notes: list[str] = []
     listed = listed_domains(settings)
-    check_names(listed, store)
+    others = store  # without the domain that is trained again
+    if store is not None and retrained is not None:
+        rest = tuple(d for d in store.manifest.domains if d.name != retrained)
+        others = Store(store.path, replace(store.manifest, domains=rest))
+    check_names(listed, others)
     checkpoint = open_checkpoint(resolve_model(settings.model))
     if store is not None:
         recorded: str | None = store.manifest.base_fingerprint
@@ -124,14 +132,16 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     notes += [] if settings.keys else left_out_notes(model, targets)
     in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     targets = find_targets(model, _target_settings(settings))  # widened modules are new ones
-    rows = read_rows_of(listed, settings, tokenizer, store, notes)
-    to_train = plan_domains(listed, rows, settings, store, notes)
+    rows = read_rows_of(listed, settings, tokenizer, others, notes)
+    to_train = plan_domains(listed, rows, settings, others, notes)
     latent: dict[str, LatentPair] = {}
     try:
         if settings.stack.latent_dim is not None:
             dims = {target.path: target.dims for target in targets}
             latent = dict(latent_pairs(dims, settings.stack.latent_dim, base_fingerprint))
-        served = _serve_store(model, store, latent)
+        served = (
+            [] if store is None else serve_domains(model, store, store.manifest.domains, latent)
+        )
         attach_paths(model, [target.path for target in targets])
     except InputError:
         raise
@@ -159,17 +169,18 @@ def _target_settings(settings: StackRunSettings) -> TargetSettings:
     return TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
 
 
-def _serve_store(
-    model: nn.Module, store: Store | None, latent: dict[str, LatentPair]
+def serve_domains(
+    model: nn.Module,
+    store: Store,
+    domains: Sequence[DomainRecord],
+    latent: MutableMapping[str, LatentPair],
 ) -> list[Served]:
-    """Put the store's enabled stacks into the model; latent pairs that it has replace ours, so that
-    stacks on equal pairs can be packed.
+    """Put the stacks of those domains of the store that are enabled into the model; latent pairs
+    that it has replace ours, so that stacks on equal pairs can be packed.
     """
-    if store is None:
-        return []
     pairs, served = SharedPairs(store), []
     try:
-        for domain in store.manifest.domains:
+        for domain in domains:
             if not domain.enabled:
                 continue
             for record in domain.stacks:
@@ -177,11 +188,11 @@ def _serve_store(
                 stored = pairs.of(file.header)
                 attach_paths(model, file.header.projections)
                 add_frozen(model, parts_of(file, stored))
-                latent |= {
-                    path: pair
+                latent.update(
+                    (path, pair)
                     for path, pair in stored.items()
                     if path in latent and pair.dim == latent[path].dim
-                }
+                )
             served.append(Served(domain.name, tuple(record.name for record in domain.stacks)))
     except InputError:
         raise

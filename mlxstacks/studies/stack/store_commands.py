@@ -18,6 +18,7 @@ from mlxstacks.files.settings import (
     StacksListSettings,
     StacksRemoveSettings,
     StacksSwitchSettings,
+    StacksUndoSettings,
     StacksVerifySettings,
 )
 from mlxstacks.memory import bytes_in_words
@@ -137,6 +138,17 @@ def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Res
 def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Result:
     """See `files.store_commands.enable_domain`."""
     return _change("enable", "Enabled", store_commands.enable_domain(settings, dry_run))
+
+
+def undo_change(settings: StacksUndoSettings, dry_run: bool = False) -> Result:
+    """See `files.store_commands.undo_change`."""
+    changed = store_commands.undo_change(settings, dry_run)
+    if changed.status == "nothing to do":
+        return _result("undo", "Change of a store", asdict(changed), "Nothing to undo.")
+    verb = "Would undo" if changed.status == "planned" else "Undid"
+    words = f"{verb} the last change (of {changed.domain or 'the router'}); served: "
+    words += f"{', '.join(changed.served) or 'nothing but the base'}."
+    return _result("undo", "Change of a store", asdict(changed), words, changed.notes)
 
 
 def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Result:

@@ -39,7 +39,13 @@ def with_alpha(alpha: Path, tmp_path: Path) -> Store:
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs with the settings until something is called that raises StoppedError in its place."""
 
-    def run(settings: Any, owner: Any, name: str, when: Callable[..., bool] | None = None) -> None:
+    def run(
+        settings: Any,
+        owner: Any,
+        name: str,
+        when: Callable[..., bool] | None = None,
+        **how: Any,
+    ) -> None:
         from mlxstacks.studies.stack import run as stack_run
 
         plain = getattr(owner, name)
@@ -52,7 +58,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stop)
             with pytest.raises(StoppedError):
-                stack_run.run(settings)
+                stack_run.run(settings, **how)
 
     return run
 
