@@ -8,9 +8,9 @@ FILE: rows of one domain in any format that `stack` reads; nano's four where non
 KEY=VALUE: settings of the run, as in layers=27-29. The words of more than three letters that are no
 function words are shuffled over all rows of a file, with their capitals and endings left where they
 were: grammar, punctuation, digits, lengths and the domain's vocabulary stay, what is said does not.
-Both stacks see as many rows and steps, and are measured on the same whole rows that neither was
-trained on. Prints, over seeds, the loss before, what either stack gains, and the share of form and
-vocabulary in it (a ratio of means; Fieller's interval).
+Both stacks see as many rows and steps, and are measured on the same whole rows, which neither has
+seen in any order. Prints, over seeds, the loss before, what either stack gains, and the share of
+form and vocabulary in it (a ratio of means; Fieller's interval).
 """
 
 import argparse
@@ -33,6 +33,7 @@ from mlxstacks.nano.exports import nano_paths
 
 WORD = re.compile(r"[A-Za-z]{4,}")
 KEPT = {"role", "from"}  # who speaks
+HELD_OUT = 24  # rows
 SETTINGS: dict[str, Any] = {
     "rounds": 1, "layers": "3-5", "null_space": None, "iters": 24, "batch_size": 8, "warmup": 4,
     "stack": {"rank": 4, "alpha": 4.0, "num_experts": 2, "experts_per_token": 1},
@@ -91,24 +92,28 @@ def ratio(part: np.ndarray, whole: np.ndarray) -> tuple[float, float, float]:
 def compare(file: Path, place: Path, model: str | None, changes: dict[str, Any], seeds: int) -> Any:
     """The result of `stack compare` on one domain."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    random.Random(1).shuffle(rows)
+    held_out, rows = rows[:HELD_OUT], rows[HELD_OUT:]
     data = place / "rows"
     data.mkdir(parents=True, exist_ok=True)
-    for name, part in (("whole", rows), ("form", permuted(rows, 0))):
+    for name, part in {"held-out": held_out, "whole": rows, "form": permuted(rows, 0)}.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (data / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
-    def domain(*sources: dict[str, str]) -> dict[str, Any]:
-        about = {"validation_rows": 24, "sources": list(sources)}
+    def trained_on(name: str) -> dict[str, Any]:
+        sources = [
+            {"path": "held-out.jsonl", "part": "validation"},
+            {"path": f"{name}.jsonl", "part": "train"},
+        ]
+        about = {"validation_rows": HELD_OUT, "sources": sources}
         return {"domains": [{"name": file.stem, "data": about}]}
 
-    held_out = {"path": "whole.jsonl", "part": "validation"}
-    form = domain(held_out, {"path": "form.jsonl", "part": "train"})
     return ms.run({
         "command": "stack compare", "save_path": str(place / "compare"), "data": str(data),
         "question": "How much of what a stack gains is form?", "seeds": list(range(seeds)),
-        "arms": [{"name": "whole"}, {"name": "form", "change": form}],
+        "arms": [{"name": "whole"}, {"name": "form", "change": trained_on("form")}],
         "equal": ["parameters", "steps"], "primary": "task_loss",
-        "run": SETTINGS | domain({"path": "whole.jsonl"}) | changes,
+        "run": SETTINGS | trained_on("whole") | changes,
         **({"model": model} if model else {}),
     }, progress=False)  # fmt: skip
 
