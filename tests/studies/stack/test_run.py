@@ -280,7 +280,8 @@ def test_nothing_but_the_store_is_left(trained: Any) -> None:
     assert [path.name for path in store.path.parent.iterdir()] == [store.path.name]
     files = {path.name for path in store.path.iterdir()} - {".lock"}
     assert files == {
-        "manifest.json", "base.json", "result.json", "result.md", "log.jsonl", "stacks", "splits",
+        "manifest.json", "previous.json", "base.json", "result.json", "result.md", "log.jsonl",
+        "stacks", "splits",
     }  # fmt: skip
 
 
