@@ -83,8 +83,11 @@ def make_command(name: str) -> "TableCommand":
         shared = {key: values[key] for key in ("as_json", "dry_run", "recipe", "sets", "verbosity")}
         return execute(name, given(ctx, names), Common(**shared))
 
+    recipe = row.nano_recipe
+    on_nano = f"Without a model of your own: nano, by the settings of the recipe {recipe}."
     return TableCommand(
         name,
+        epilog=on_nano if recipe else None,
         flags={key: _flag(key, field) for key, field in settings_class.model_fields.items()},
         params=[*parameters(settings_class, row.arguments), *common_options()],
         callback=callback,

@@ -121,11 +121,11 @@ NEAREST: Mapping[str, tuple[str, str]] = {
 # Commands that answer the options of another entry of REFUSED too.
 _ALSO_ANSWERS = {"chat": ("generate",), "train": ("training",), "stack": ("training",)}
 
-# Command, or "" for all -> option -> what to do instead.
 _DEQUANTIZE = (
     "--requant dequantize leaves the modules that the adapter changes without quantization; for "
     "the whole model, `mlx_lm.convert --dequantize` the result"
 )
+# Command, or "" for all -> option -> what to do instead.
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "": {
         "--trust-remote-code": "code of a model is never run; convert it to a class of mlx-lm",
