@@ -368,7 +368,7 @@ def verdict(manifest: Manifest) -> str:
             "With the stacks up to its own, every domain's loss is what it was, to the last bit."
             if not changed
             else f"With the stacks up to its own, the loss of {', '.join(changed)} changed: a "
-            "stack before it was taken out, or another device measured it."
+            "stack before it was taken out or trained again, or another device measured it."
         )
     ungated = matrix.get("ungated", {})
     moved = _moved(ungated)
