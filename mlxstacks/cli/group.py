@@ -209,7 +209,7 @@ class TableGroup(_Translating, click.Group):
         return {"--", *self.short_helps()}
 
     def short_helps(self) -> dict[str, str]:
-        """Names below the prefix, in the order of the table, with a line each."""
+        """Names below the prefix, in the order of the table, with a sentence each."""
         start = f"{self.prefix} " if self.prefix else ""
         helps: dict[str, str] = {}
         for name, row in COMMANDS.items():
@@ -222,7 +222,7 @@ class TableGroup(_Translating, click.Group):
         helps |= {name: command.short_help or "" for name, command in self.special.items()}
         if not self.prefix:
             helps |= {name: f"Short for `{full}`." for name, full in ALIASES.items()}
-        return helps
+        return {name: text.partition(". ")[0].rstrip(".") + "." for name, text in helps.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.short_helps())

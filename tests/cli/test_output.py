@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -71,6 +72,17 @@ def test_no_head_of_a_column_is_cut() -> None:
     for width in range(79, 110):
         words = printed(output.table(columns, [row]), width).split()
         assert {"least", "buffers"} <= set(words), width
+
+
+def test_no_line_in_a_file_ends_in_blanks(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        console = output.console()
+        console.file = file
+        console.print(output.table(["module", "size"], [["down_proj", None], ["a", "41 MB"]]))
+        console.print("text ", markup=False)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.endswith(" ")] == []
+    assert any("down_proj" in line for line in lines)
 
 
 def test_numbers_go_right_and_markup_is_text() -> None:

@@ -268,6 +268,14 @@ def test_an_svg_keeps_its_labels_and_loses_addresses() -> None:
 # --- beginnings of verdicts ---------------------------------------------------------------------
 
 
+def test_an_option_in_a_sentence_is_whole() -> None:
+    said = "see --save-path, <b> and a--b; --no-plots"
+    result = Result(kind="eval", title="t", status="done", verdict=said)
+    page = page_html(Page("t", [Section("run-1", "n", result)], (), None, "1"))
+    assert 'See <span class="option">--save-path</span>, &lt;b&gt; and a--b; ' in page
+    assert '<span class="option">--no-plots</span>' in page
+
+
 def test_a_beginning_ends_where_a_sentence_does() -> None:
     said = "Mean 0.490, random 0.365 (p = 0.0665). That is nothing; e.g. chance. As planned."
     assert beginning(said, 100) == said

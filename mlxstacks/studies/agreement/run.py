@@ -254,9 +254,14 @@ def outcome(figures: dict[str, dict[str, Figures]]) -> str:
 
 
 def verdict(figures: dict[str, dict[str, Figures]]) -> str:
-    """A sentence a model, the closest first."""
+    """The closest model first; of more than three the closest and the farthest."""
     ordered = sorted(figures.items(), key=lambda pair: float(pair[1]["all"]["kl_nats"]))
-    return " ".join(f"{name}: {in_words(parts['all'])}." for name, parts in ordered)
+    said = [f"{name}: {in_words(parts['all'])}" for name, parts in ordered]
+    if len(said) <= 3:
+        return f"Compared with the reference, {'; '.join(said)}."
+    return (
+        f"Closest to the reference is {said[0]}; farthest {said[-1]}; {len(said) - 2} lie between."
+    )
 
 
 def in_words(parts: Figures) -> str:

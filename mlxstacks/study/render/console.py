@@ -119,7 +119,7 @@ def _console_class() -> "type[Console]":
 
     class SafeConsole(Console):
         """Prints no control characters but its own, and breaks no line that holds a command: what
-        is broken cannot be pasted.
+        is broken cannot be pasted. A file gets no blanks at the ends of lines.
         """
 
         def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
@@ -128,8 +128,15 @@ def _console_class() -> "type[Console]":
                 yield segment if control else Segment(safe(text), style)
 
         def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-            whole = any(isinstance(what, str) and holds_command(what) for what in objects)
-            super().print(*objects, soft_wrap=whole if soft_wrap is None else soft_wrap, **options)
+            if soft_wrap is None:
+                soft_wrap = any(isinstance(what, str) and holds_command(what) for what in objects)
+            if self.is_terminal:
+                super().print(*objects, soft_wrap=soft_wrap, **options)
+                return
+            with self.capture() as captured:
+                super().print(*objects, soft_wrap=soft_wrap, **options)
+            lines = captured.get().split("\n")
+            self.file.write("\n".join(line.rstrip(" ") for line in lines))
 
     return SafeConsole
 

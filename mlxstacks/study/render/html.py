@@ -41,6 +41,7 @@ _LONGEST_BEGINNING = 360
 _LONGEST_VERDICT = 20_000
 # As wide as this, in pixels, a plot gets a row of its own.
 _WIDE = 560
+_OPTION = re.compile(r"(?<![\w-])--[a-z0-9]+(?:-[a-z0-9]+)+")
 # Names and other cells up to this long stay on one line.
 _SHORT_NAME, _SHORT_CELL = 28, 16
 _STANDINGS = {
@@ -214,10 +215,17 @@ def _environment() -> Environment:
         finalize=lambda value: clean(value, LONGEST) if type(value) is str else value,
     )
     environment.filters["long"] = lambda text, longest: Markup(escape(clean(text, longest)))
+    environment.filters["prose"] = _prose
     environment.filters["capital"] = capital
     environment.globals["no_value"] = Markup(f'<span class="missing">{NO_VALUE}</span>')
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment
+
+
+def _prose(text: str, longest: int = LONGEST) -> Markup:
+    """A text in which no option (`--save-path`) breaks at its hyphens."""
+    whole = r'<span class="option">\g<0></span>'
+    return Markup(_OPTION.sub(whole, str(escape(clean(text, longest)))))
 
 
 def _pairs(values: Mapping[str, Any]) -> list[Pair]:
