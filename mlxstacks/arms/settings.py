@@ -7,17 +7,13 @@ from pydantic import AfterValidator, Field
 from mlxstacks.data.text_settings import ThinkingMode
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.settings import EachOnce, Normalisation, Probability, Settings
+from mlxstacks.study.repeat import TRAINING_OF_A_STUDY
 from mlxstacks.training.settings import TrainSettings
-
-# What the training gets from the study; in `train` it would be said twice.
-_OF_THE_STUDY = (
-    "model", "data", "save_path", "seed", "resume", "force", "thinking", "allow_special"
-)  # fmt: skip
 
 
 def _leaves_out(train: TrainSettings) -> TrainSettings:
     plain = TrainSettings()
-    repeated = [key for key in _OF_THE_STUDY if getattr(train, key) != getattr(plain, key)]
+    repeated = [key for key in TRAINING_OF_A_STUDY if getattr(train, key) != getattr(plain, key)]
     if repeated:
         raise ValueError(
             "; ".join(f"train.{key} is set by the experiment: leave it out" for key in repeated)

@@ -120,8 +120,8 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
             return plan(name, resolved, common.recipe is not None, bar), print_result
     note = not common.as_json and replaced(name, resolved)
     replaces = (
-        f"This replaces the result of other settings in {resolved.target}; --save-path DIR (of a "
-        "recipe, --set save_path=DIR) keeps both."
+        f"This replaces the result of other settings in {resolved.target}; --save-path DIR "
+        "keeps both."
     )
     with ProgressBar(name) as bar:
 

@@ -8,10 +8,10 @@ import click
 
 from mlxstacks.cli import output
 from mlxstacks.cli.execute import Common, execute
-from mlxstacks.cli.group import common_options, complete_recipe
+from mlxstacks.cli.group import common_options, complete_recipe, given, make_command
 from mlxstacks.recipe.file import Recipe, load_recipe, recipe_names
 from mlxstacks.recipe.schema import recipe_schema
-from mlxstacks.recipe.table import ALIASES, COMMANDS, command_named
+from mlxstacks.recipe.table import ALIASES, COMMANDS, command_named, load
 from mlxstacks.resources import resource_dir
 
 if TYPE_CHECKING:
@@ -24,17 +24,28 @@ LIST_HELP = "List the recipes that come with mlxstacks."
 def run_command() -> click.Command:
     """`run RECIPE`: the command that the recipe names, resumable."""
 
-    def callback(recipe_name: str | None, recipe: str | None, force: bool, **shared: Any) -> int:
-        if None not in (recipe_name, recipe):
+    @click.pass_context
+    def callback(
+        ctx: click.Context, /, recipe_name: str | None, recipe: str | None, force: bool,
+        **shared: Any,
+    ) -> int:  # fmt: skip
+        if None not in (recipe_name, recipe) and not str(recipe_name).startswith("-"):
             raise click.UsageError(f"two recipes are given: {recipe_name} and {recipe}")
-        name = recipe_name or recipe
+        words = list(ctx.args)
+        if recipe is not None and recipe_name is not None:
+            words.insert(0, recipe_name)
+        name = recipe or recipe_name
         if name is None:
             raise click.UsageError("RECIPE is missing: a file, or a name of `mlxstacks recipes`")
-        return run_recipe(name, force, shared)
+        if name.startswith("-"):
+            raise click.UsageError(f"RECIPE comes first, then {name}: mlxstacks run RECIPE {name}")
+        return run_recipe(name, words, force, shared)
 
-    def run_recipe(recipe_name: str, force: bool, shared: dict[str, Any]) -> int:
+    def run_recipe(
+        recipe_name: str, words: Sequence[str], force: bool, shared: dict[str, Any]
+    ) -> int:
         recipe = load_recipe(recipe_name)
-        options = {"force": True} if force else {}
+        options = options_of(recipe.command, words) | ({"force": True} if force else {})
         common = Common(recipe=recipe_name, **shared)
         code = execute(recipe.command, options, common, resume=True)
         if common.dry_run and not common.as_json:
@@ -45,27 +56,27 @@ def run_command() -> click.Command:
         ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=False
     )
     force = click.Option(["--force"], is_flag=True, help="Run again, and replace the save path.")
-    return _RunCommand(
+    return click.Command(
         "run",
         params=[argument, force, *common_options()],
         callback=callback,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         short_help=RUN_HELP,
-        help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe.",
+        help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe. After it the "
+        "options of the recipe's own command may follow, as --seed or --save-path; they win.",
     )
 
 
-class _RunCommand(click.Command):
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            key = error.option_name.lstrip("-").replace("-", "_")
-            if not error.possibilities:
-                hint = f"settings of a recipe change by --set, as in --set {key}=VALUE"
-                raise click.UsageError(
-                    f"No such option {error.option_name!r}; {hint}", ctx
-                ) from None
-            raise
+def options_of(command: str, words: Sequence[str]) -> dict[str, Any]:
+    """What options of a command, as they are typed, set.
+
+    Raises: click.UsageError: an option that it has not, or a word that is none.
+    """
+    own = make_command(command)
+    own.params = [p for p in own.params if not isinstance(p, click.Argument)]
+    parent = click.Context(click.Command("mlxstacks"), info_name="mlxstacks")
+    context = own.make_context(command, list(words), parent=parent)
+    return given(context, list(load(command_named(command).settings).model_fields))
 
 
 def list_command() -> click.Command:

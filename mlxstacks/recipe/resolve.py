@@ -439,7 +439,6 @@ def check_output(name: str, resolved: Resolved) -> None:
     if resolved.bare and not resolved.forced and (lines := _other_plan(name, resolved)):
         differing = "\n  ".join([f"{resolved.target}: holds the result of another plan", *lines])
         raise TargetError(
-            f"{differing}\nchoose another target (of a recipe, --set save_path=DIR), or --force to "
-            "replace it"
+            f"{differing}\nchoose another target with --save-path, or --force to replace it"
         )
     check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))

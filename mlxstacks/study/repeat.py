@@ -32,6 +32,10 @@ READ = {
     "data", "log_path", "prompts", "counting_library", "persona", "persona_data", "items",
     "narrow_items", "suite", "task_files", "regrade",
 }  # fmt: skip
+# Settings of `train` that a study sets where it trains; among its own they would be said twice.
+TRAINING_OF_A_STUDY = (
+    "model", "data", "save_path", "seed", "resume", "force", "thinking", "allow_special"
+)  # fmt: skip
 # Names of what ships with the package.
 _SHIPPED = {("suite", "default"), ("narrow_items", "default")}
 # Settings that are text to a model, whatever they begin with.
@@ -91,6 +95,7 @@ def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe:
     values = {name: value for name, value in settings.items() if name not in PLACES}
     of_nano = _nano_parts(command, values)
     values = {name: value for name, value in values.items() if name not in of_nano}
+    values = {name: _training(value) for name, value in values.items()}
     text: str = yaml.safe_dump(
         {"command": command, **values}, sort_keys=False, allow_unicode=False, width=88
     )
@@ -105,6 +110,13 @@ def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe:
     alone = not settings.get("data")
     relative = tuple(str(name) for name, value in values.items() if _relative(name, value, alone))
     return Recipe(text, tuple(of_nano), paths, relative)
+
+
+def _training(value: Any) -> Any:
+    """Of a training in a study, without what the study sets."""
+    if not isinstance(value, Mapping) or not value.keys() >= PLACES:
+        return value
+    return {name: one for name, one in value.items() if name not in TRAINING_OF_A_STUDY}
 
 
 def _nano_parts(command: str, values: Mapping[str, Any]) -> dict[str, str]:

@@ -243,6 +243,33 @@ def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, com
     assert "toy made" in command("run", "mine.yaml", "--set", "count=5", "--set", "force=true")[1]
 
 
+def test_run_takes_the_options_of_the_command_of_its_recipe(recipe: Path, command: Run) -> None:
+    typed = ("run", "mine.yaml", "--save-path", "there", "--ratio", "0.25", "--copy")
+    settings = json.loads(command(*typed, "--json")[1])["settings"]
+    assert (settings["ratio"], settings["copy_files"]) == (0.25, True)
+    assert "Already done" in command(*typed)[1]
+    assert "toy made" in command(*typed, "--seed", "3", "--force")[1]
+    assert "toy made" in command("run", "--recipe", "mine.yaml", "--count", "7", "--force")[1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["mine.yaml", "--raito", "1"], "No such option '--raito'. (Did you mean one of: '--bits'"),
+        (["mine.yaml", "--ratio", "much"], "'much' is not a valid float"),
+        (["mine.yaml", "yours.yaml"], "Got unexpected extra argument (yours.yaml)"),
+        (["--ratio", "1", "mine.yaml"], "RECIPE comes first, then --ratio"),
+        (["mine.yaml", "--recipe", "mine.yaml"], "two recipes are given"),
+    ],
+)
+def test_run_refuses_what_the_command_of_its_recipe_does_not_know(
+    recipe: Path, command: Run, typed: list[str], message: str
+) -> None:
+    code, _, err = command("run", *typed)
+    assert (code, message in err) == (2, True), err
+    assert "See `mlxstacks " in err
+
+
 def test_a_dry_run_says_what_the_recipe_says_of_itself(toy: Path, command: Run) -> None:
     (toy / "mine.yaml").write_text(
         "# Make a toy, and\n# a fancy one.\n#\n# Command:  mlxstacks run mine\n"

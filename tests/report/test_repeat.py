@@ -74,6 +74,15 @@ def test_a_recipe_of_nano_is_the_same_run_on_a_machine_with_another_cache(
             assert there["model"] != settings["model"]
 
 
+@pytest.mark.parametrize("name", ["confound", "identity"])
+def test_a_training_in_a_recipe_repeats_nothing_that_the_study_sets(name: str) -> None:
+    settings = resolve(name, {"seed": 3}).settings.model_dump(mode="json")
+    found = yaml.safe_load(recipe_for(name, settings).text)
+    assert found["seed"] == 3
+    assert found["train"]["rank"] == settings["train"]["rank"]
+    assert not {"seed", "model", "save_path", "thinking"} & found["train"].keys()
+
+
 def test_the_recipe_of_a_report_is_planned_elsewhere(
     tmp_path: Path,
     cache: str,

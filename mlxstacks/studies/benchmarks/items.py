@@ -231,7 +231,7 @@ def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTas
     Raises: InputError for a name of no task.
     """
     asked: list[AskedTask] = []
-    problems: list[str] = []
+    faults: dict[str, list[str]] = {}  # what is wrong -> the tasks that meet it
     datasets: dict[str, str] = {}  # task -> the data set to get
     for task in [task_named(name) for name in names]:
         try:
@@ -239,7 +239,8 @@ def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTas
         except NotCachedError as error:
             datasets[task.name] = error.dataset
         except InputError as error:
-            problems.append(f"{task.name}: {error}")
+            faults.setdefault(str(error), []).append(task.name)
+    problems = [f"{', '.join(tasks)}: {fault}" for fault, tasks in faults.items()]
     if datasets:
         heading = (
             f"{', '.join(datasets)}: not in the cache of Hugging Face data sets, and nothing is "

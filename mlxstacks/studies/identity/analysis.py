@@ -342,9 +342,20 @@ def judge(
     return judgement("kept" if p_kept < settings.alpha else "not shown", counts)
 
 
+_COUNTED = {
+    "kept": "persona kept by", "lost": "persona lost by", "not shown": "undecided",
+    "no claim": "no claim made for",
+}  # fmt: skip
+
+
 def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) -> str:
-    """A sentence for each policy, and what equal totals do not say."""
+    """Of several policies the counts; a sentence for each; and what equal totals do not say."""
+    outcomes = [judgement["outcome"] for judgement in figures["judgements"]]
     sentences, claimed = [], False
+    if len(figures["gates"]) > 1 and set(outcomes) - {"no claim"}:
+        counts = {head: outcomes.count(outcome) for outcome, head in _COUNTED.items()}
+        said = ", ".join(f"{head} {count}" for head, count in counts.items() if count)
+        sentences.append(f"Of {len(outcomes)} second adapters under a policy: {said}.")
     for policy, passing in figures["gates"].items():
         judgements = [j for j in figures["judgements"] if j["policy"] == policy]
         if not passing["valid"]:

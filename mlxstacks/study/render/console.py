@@ -189,9 +189,9 @@ class Table:
         widths, full = self._least_widths(texts), self._widths(self.columns, texts)
         # Three blanks between columns, two where room is short; one at each edge.
         gap, heads, room = 3, list(self.columns), options.max_width - 2 * len(places)
+        if self.title is not None:  # a table may be narrower than its title
+            yield Text(self.title, style="italic")
         if sum(widths) > room:
-            if self.title is not None:
-                yield Text(self.title, style="italic")
             for row in self.rows:
                 yield Text(cell_text(row[0]), style="bold")
                 pairs = zip(self.columns[1:], row[1:], strict=True)
@@ -207,11 +207,7 @@ class Table:
             most = [widths[n] if self._is_numeric(n) else most[n] for n in places]
             full = _shared_out(widths, most, room)
             texts = [list(map(_folded_at_dots, row, full)) for row in texts]
-        title = Text(self.title) if self.title is not None else None  # may hold [brackets]
-        grid = Grid(
-            title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
-            padding=(0, 1, 0, gap - 2),
-        )  # fmt: skip
+        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, gap - 2))
         for n in places:
             justify: Literal["left", "right"] = "right" if self._is_numeric(n) else "left"
             # rich narrows what has no width of its own, and then cuts numbers too

@@ -106,7 +106,14 @@ def test_each_policy_has_its_own_gate() -> None:
         ("refit", "no claim"), ("promote", "kept"),
     }  # fmt: skip
     assert "Persona lost by its own fuse under refit" in verdict_of(found)
-    assert "Under promote: persona kept by identity + factual r2 (18 of 18)" in verdict_of(found)
+    said = verdict_of(found)
+    assert "Under promote: persona kept by identity + factual r2 (18 of 18)" in said
+    outcomes = [one["outcome"] for one in found["judgements"]]
+    kept, no_claim = (outcomes.count(outcome) for outcome in ("kept", "no claim"))
+    assert said.startswith(
+        f"Of {kept + no_claim} second adapters under a policy: persona kept by {kept}, "
+        f"no claim made for {no_claim}. "
+    )
 
 
 # --- prompt by prompt -----------------------------------------------------------------------------
