@@ -14,6 +14,8 @@ import yaml
 
 import mlxstacks
 from mlxstacks.cli import make_group, run
+from mlxstacks.cli.group import make_command
+from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.table import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -48,8 +50,12 @@ def check(line: str) -> None:
         found = command.get_command(context, words.pop(0))
         assert found is not None, line
         command = found
-    options = {name for param in command.get_params(context) for name in param.opts}
-    options |= {name for param in command.get_params(context) for name in param.secondary_opts}
+    params = command.get_params(context)
+    if command.name == "run":  # its recipe's command, or any where a page says RECIPE
+        known = words[0] in recipe_names()
+        commands = [load_recipe(words[0]).command] if known else COMMANDS
+        params += [param for name in commands for param in make_command(name).params]
+    options = {name for param in params for name in (*param.opts, *param.secondary_opts)}
     for word in words:
         assert not word.startswith("--") or word.partition("=")[0] in options, f"{line}: {word}"
 
@@ -60,7 +66,13 @@ def test_command_lines_can_be_typed(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["mlxstacks fuze", "mlxstacks fuse --zero", "mlxstacks stacks lst"]
+    "line",
+    [
+        "mlxstacks fuze",
+        "mlxstacks fuse --zero",
+        "mlxstacks stacks lst",
+        "mlxstacks run identity-nano --zero-delta",
+    ],
 )
 def test_what_is_no_command_line_is_found(line: str) -> None:
     with pytest.raises((AssertionError, click.UsageError)):
