@@ -22,8 +22,9 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
     if result.verdict:
         parts.append(f"**Verdict.** {_text(capital(result.verdict))}")
     if result.plan_sha256:
-        hypothesis = _text(str((result.plan or {}).get("hypothesis", "")))
-        parts.append(f"Plan `{result.plan_sha256}`, fixed before the first answer. {hypothesis}")
+        parts.append(f"Plan `{result.plan_sha256}`, fixed before the first answer.")
+    if hypothesis := (result.plan or {}).get("hypothesis"):
+        parts.append(f"**Hypothesis.** {_text(str(hypothesis))}")
     for block in result.blocks:
         if isinstance(block, Table):
             parts += [f"## {_text(block.title)}", _table(block), _text(block.caption)]
