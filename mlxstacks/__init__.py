@@ -17,6 +17,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from mlxstacks.errors import InputError, Interrupted, StoreError
 from mlxstacks.recipe.table import COMMANDS, nearest
 
 __version__ = "0.2.0"
@@ -26,7 +27,10 @@ _FUNCTIONS = {
     for command in COMMANDS
     if command not in ("chat", "generate")
 }
-__all__ = ["Result", "generate", "load", "recipes", "run", *_FUNCTIONS]
+__all__ = [
+    "InputError", "Interrupted", "Result", "StoreError",
+    "generate", "load", "recipes", "run", *_FUNCTIONS,
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

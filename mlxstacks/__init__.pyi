@@ -7,6 +7,9 @@ from typing import Any, Literal
 import mlx.nn as nn
 import pandas  # type: ignore[import-untyped]
 
+from mlxstacks.errors import InputError as InputError
+from mlxstacks.errors import Interrupted as Interrupted
+from mlxstacks.errors import StoreError as StoreError
 from mlxstacks.study.result import Result as Result
 
 __version__: str

@@ -198,6 +198,9 @@ def _command(
     command_named(name)
     with _in_python_words(name), ExitStack() as stack:
         values = {key: _directories(value) for key, value in values.items()}
+        for key in values.keys() - keywords_of(name).keys():
+            if hint := nearest(key, ("dry_run", "progress")):
+                raise InputError(f"unknown keyword {key!r}{hint}")
         if name == "train" and "validation_rows" in values:
             raise InputError(
                 "validation_rows: give the rows, as in data={'train': rows[5:], 'valid': rows[:5]}"

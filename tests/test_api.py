@@ -81,6 +81,14 @@ def test_every_command_is_a_function(tmp_path: Path) -> None:
     assert (plan.status, [*tmp_path.iterdir()]) == ("planned", [])
 
 
+def test_errors_can_be_caught_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ms.InputError):
+        ms.fuse("not-there", save_path=tmp_path / "x")
+    assert issubclass(ms.InputError, ValueError)
+    assert issubclass(ms.Interrupted, KeyboardInterrupt)
+    assert issubclass(ms.StoreError, Exception)
+
+
 def test_recipes_are_listed() -> None:
     recipes = ms.recipes()
     assert set(recipes["name"]) == set(recipe_names())
@@ -341,7 +349,10 @@ def test_rows_in_memory_are_as_rows_of_a_file(tmp_path: Path) -> None:
 PLAIN: Any = vars(pydoc)["plaintext"]
 
 
-@pytest.mark.parametrize("name", sorted(set(ms.__all__) - {"Result", "recipes", "run"}))
+FUNCTIONS = {name for name in ms.__all__ if not inspect.isclass(getattr(ms, name))}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS - {"recipes", "run"}))
 def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
     function = getattr(ms, name)
     signature, page = (
@@ -546,6 +557,9 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             ("is an adapter, not a model; give it with adapter_path=", "base with model="),
         ),
         (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
+        (lambda: untyped.fuse(dry_runn=True), ("did you mean 'dry_run'",)),
+        (lambda: untyped.fuse(ms.load()[0], save_path="x"), ("model: got a mlx_lm Model;",)),
+        (lambda: untyped.fuse(bits=3.5), ("bits: got 3.5; allowed: N or {PATTERN: N}",)),
     ],
 )
 def test_a_refused_call_says_what_to_do_and_leaves_nothing(

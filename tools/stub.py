@@ -20,6 +20,9 @@ from typing import Any, Literal
 import mlx.nn as nn
 import pandas  # type: ignore[import-untyped]
 
+from mlxstacks.errors import InputError as InputError
+from mlxstacks.errors import Interrupted as Interrupted
+from mlxstacks.errors import StoreError as StoreError
 from mlxstacks.study.result import Result as Result
 
 __version__: str
@@ -29,8 +32,10 @@ __all__: list[str]
 
 def stub() -> str:
     lines = [HEAD]
-    for name in sorted(set(ms.__all__) - {"Result"}):
-        function = getattr(ms, name)
+    functions = {
+        name: value for name in ms.__all__ if not inspect.isclass(value := getattr(ms, name))
+    }
+    for name, function in sorted(functions.items()):
         signature = inspect.signature(function)
         words = [_word(parameter) for parameter in signature.parameters.values()]
         by_name = [p.kind is p.KEYWORD_ONLY for p in signature.parameters.values()]

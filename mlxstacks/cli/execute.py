@@ -46,8 +46,8 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     with output.quiet_stdout(common.as_json):
         resolved = resolve(name, options, recipe, common.sets)
     if resolved.from_nano and not common.as_json:
-        of_recipe = row.nano_recipe if recipe is None and "model" in resolved.from_nano else None
-        more = f" Its defaults are those of the recipe {of_recipe}." if of_recipe else ""
+        name_of_recipe = resolved.nano_recipe
+        more = f" Its defaults are those of the recipe {name_of_recipe}." if name_of_recipe else ""
         output.note(_nano_note(resolved.from_nano) + more)
     if resume and not common.dry_run and not resolved.forced:
         report = finished(name, resolved)

@@ -41,6 +41,7 @@ class Resolved:
     bare: nobody named the target; it is the default one of this command or recipe.
     forced: somebody asked for `force` (a bare run that may replace its own target did not).
     from_nano: keys that were filled in with the built-in model.
+    nano_recipe: whose values are the defaults, since the model is nano.
     """
 
     settings: "BaseModel"
@@ -48,6 +49,7 @@ class Resolved:
     bare: bool = False
     forced: bool = False
     from_nano: tuple[str, ...] = ()
+    nano_recipe: str | None = None
 
 
 def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
@@ -107,9 +109,12 @@ def resolve(
                 f"give all of {key} with --set"
             )
     values = merge(merge(recipe.values if recipe else {}, pairs), options)
-    inputs = (*row.nano, row.alone) if row.alone else tuple(row.nano)
-    if recipe is None and row.nano_recipe and not any(values.get(key) for key in inputs):
-        values = merge(load_recipe(row.nano_recipe).values, values)
+    # The recipe goes with the model, and with nano's data: items and adapters may be one's own.
+    inputs = {"model", "data", "store_path", row.alone} & {*row.nano, row.alone}
+    nano_recipe = None
+    if recipe is None and not any(values.get(key) for key in inputs if key):
+        nano_recipe = row.nano_recipe
+        values = merge(load_recipe(nano_recipe).values if nano_recipe else {}, values)
     settings_class = load(row.settings)
     writes = "save_path" in settings_class.model_fields
     bare = writes and values.get("save_path") is None
@@ -135,7 +140,7 @@ def resolve(
     settings, from_nano = _with_nano(name, row, settings)
     # What was made from inputs of somebody's own is theirs: it gets no marker.
     bare = bare and (not row.nano or bool(from_nano))
-    resolved = Resolved(settings, target, bare, forced, from_nano)
+    resolved = Resolved(settings, target, bare, forced, from_nano, nano_recipe)
     if may_replace and not _other_plan(name, resolved):
         return replace(resolved, settings=settings.model_copy(update={"force": True}))
     return resolved
@@ -252,7 +257,11 @@ def _explain(
 
 
 def shown(value: Any) -> str:
-    """A value as a message can carry it: YAML aliases make small files into endless lists."""
+    """A value as a message can carry it: YAML aliases make small files into endless lists, and
+    what is no value (a model, an array) has a name but may not have a short text.
+    """
+    if not isinstance(value, str | int | float | list | tuple | dict | Path | None):
+        return f"a {type(value).__module__.partition('.')[0]} {type(value).__qualname__}"
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 200, 200
     return short.repr(value)

@@ -27,7 +27,8 @@ class Command:
     optional: those of `nano` that a model of the user's own may go without.
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
-    nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
+    nano_recipe: a recipe of ours whose values are the defaults where the model is nano, and its
+        data are too.
     alone: a setting that stands for all inputs: with it nothing of nano is taken.
     conclude_again: result, directory with its files -> the result that follows from them; of
         studies whose conclusion needs neither model nor data.

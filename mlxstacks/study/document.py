@@ -218,6 +218,8 @@ class Document(_Part):
     @model_validator(mode="after")
     def _ids_are_unique(self) -> "Document":
         ids = [block.id for block in self.blocks if not isinstance(block, Text)]
-        if len(set(ids)) < len(ids):
-            raise ValueError("two blocks have one id")
+        if twice := sorted({name for name in ids if ids.count(name) > 1}):
+            raise ValueError(
+                f"two blocks have the id {twice[0]!r}; tables and plots need different ones"
+            )
         return self

@@ -14,6 +14,7 @@ from mlxstacks.files.outputs import mark_bare
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.recipe import table
+from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import (
     Resolved,
     finished,
@@ -243,3 +244,23 @@ def test_a_persona_of_ones_own_gets_neither_the_rows_nor_the_prompts_of_nanos() 
     settings: Any = resolved.settings
     assert (settings.suite, settings.persona_data) == (None, None)
     assert set(resolved.from_nano) == {"model", "items"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "recipe"),
+    [
+        ("confound", {"items": "mine.jsonl"}, "confound-nano"),
+        ("identity", {"persona": "mine"}, "identity-nano"),
+        ("confound", {"model": "m", "persona": "p", "items": "i"}, None),
+        ("stack", {"data": "mine"}, None),
+        ("stack", {}, "stack"),
+    ],
+)
+def test_the_recipe_of_nano_goes_with_the_model(
+    name: str, options: dict[str, str], recipe: str | None
+) -> None:
+    resolved = resolve(name, options)
+    assert resolved.nano_recipe == recipe
+    if recipe:
+        values = load_recipe(recipe).values
+        assert resolved.settings == resolve(name, values | options).settings

@@ -195,7 +195,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -
     [
         (lambda: Table(id="a", title="", columns=ARMS.columns, rows=((1,),)), "3 cells"),
         (lambda: PLOT.model_validate(PLOT.model_dump() | {"categories": ("a",)}), "1 values"),
-        (lambda: coin(blocks=(ARMS, ARMS)), "one id"),
+        (lambda: coin(blocks=(ARMS, ARMS)), "the id 'arms'"),
         (lambda: Text(title="", paragraphs=(float("nan"),)), "valid string"),
         (lambda: ARMS.model_validate(ARMS.model_dump() | {"id": "../up"}), "match pattern"),
         (lambda: PLOT.model_validate(PLOT.model_dump() | {"form": "{:999999999}"}), "form"),
