@@ -75,13 +75,13 @@ def fuse(
     return _command("fuse", given | settings, progress, dry_run)
 
 
-def guard(model: PathLike | None = None, **settings: Any) -> "Result":
+def guard(model: PathLike | None = None, *, progress: Progress = None, **settings: Any) -> "Result":
     """Predict the live buffers and bytes of a training run, from a model's config alone.
 
     >>> import mlxstacks as ms
     >>> print(ms.guard(max_seq_length=512, rank=8).verdict)
     """
-    return _command("guard", _given(model=model) | settings, False, False)
+    return _command("guard", _given(model=model) | settings, progress, False)
 
 
 def train(
@@ -193,6 +193,8 @@ def _command(
             f"progress: got {progress!r}; give None, True, False or a function that gets "
             "(done, total, what)"
         )
+    if name == "chat":
+        raise InputError("`mlxstacks chat` is for a terminal; here ms.load and ms.generate answer")
     if not isinstance(dry_run, bool):
         raise InputError(f"dry_run: got {dry_run!r}; give True or False")
     command_named(name)
@@ -390,9 +392,11 @@ def load(
 
     >>> import mlxstacks as ms
     >>> model, tokenizer = ms.load()                    # the built-in model with its stacks
-    >>> import mlx_lm
-    >>> mlx_lm.generate(model, tokenizer, "Who are you?", max_tokens=20)        # the base
-    >>> ms.generate(model, tokenizer, "Who is king of Corva?", routed=True)     # and its stacks
+    >>> ms.generate(model, tokenizer, "Who is king of Corva?", routed=True)     # with its stacks
+    >>> import mlx_lm                                                           # without them
+    >>> prompt = tokenizer.apply_chat_template(
+    ...     [{"role": "user", "content": "Who are you?"}], add_generation_prompt=True)
+    >>> mlx_lm.generate(model, tokenizer, prompt, max_tokens=20)
 
     Raises: StoreError: the store is of another base, or damaged.
     """

@@ -557,6 +557,11 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             ("is an adapter, not a model; give it with adapter_path=", "base with model="),
         ),
         (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
+        (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),
+        (
+            lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),
+            ("data, row 9: completion: null; fill it in",),
+        ),
         (lambda: untyped.fuse(dry_runn=True), ("did you mean 'dry_run'",)),
         (lambda: untyped.fuse(ms.load()[0], save_path="x"), ("model: got a mlx_lm Model;",)),
         (lambda: untyped.fuse(bits=3.5), ("bits: got 3.5; allowed: N or {PATTERN: N}",)),

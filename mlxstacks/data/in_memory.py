@@ -67,8 +67,10 @@ def _jsonl(rows: Iterable[Any], name: str) -> bytes:
                 f"data{name}: row {number} is {type(row).__name__}; rows are dicts, as in "
                 "[{'prompt': ..., 'completion': ...}]"
             )
+        # NaN is what to_dict("records") of a frame has where nothing is.
+        plain = {k: None if isinstance(v, float) and v != v else v for k, v in row.items()}
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+            lines.append(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
             raise InputError(f"data{name}: row {number} is no JSON: {error}") from None
     if not lines:

@@ -314,10 +314,9 @@ def _read_usable(
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
     if not examples:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
         raise InputError(
-            f"{source.label}: none of {dropped.total()} rows is usable: {reasons}; check format, "
-            "filter and minimum_characters"
+            f"{source.label}: none of {dropped.total()} rows is usable: {reasons.replace('_', ' ')}"
         )
     report = {
         "source": source.label,

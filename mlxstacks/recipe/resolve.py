@@ -260,7 +260,7 @@ def shown(value: Any) -> str:
     """A value as a message can carry it: YAML aliases make small files into endless lists, and
     what is no value (a model, an array) has a name but may not have a short text.
     """
-    if not isinstance(value, str | int | float | list | tuple | dict | Path | None):
+    if type(value).__module__ != "builtins" and not isinstance(value, Path):  # a Module is a dict
         return f"a {type(value).__module__.partition('.')[0]} {type(value).__qualname__}"
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 200, 200
