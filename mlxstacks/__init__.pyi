@@ -61,7 +61,7 @@ def confound(model: str | Path | None = None, *, persona: str | Path | None = No
     normalisation: Literal['sum', 'token', 'character'] = 'sum', max_tokens: int = 64,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'off', allow_special: bool = False,
     subjects: str | Sequence[str] = (), sample: int | None = 6000, train_share: float = 0.7,
-    right_items: int | None = None, probe_items: int = 200,
+    right_items: int | None = None, probe_items: int = 200, second_form: bool = False,
     policies: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] | Sequence[Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize']] = ('refit', 'nearest', 'promote'),
     target_correlation: float = 0.98, train: Mapping[str, Any] = ...,
     train_answers: Literal['right', 'random'] = 'right', least_gain: float = 0.05,

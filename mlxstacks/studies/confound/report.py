@@ -24,6 +24,7 @@ OUTCOMES = {
     "shuffled": "training, not content; no knowledge shown",
     "second choice": "a move to second choices; no knowledge shown",
     "guessing": "leads back to guessing",
+    "wording": "hangs on one wording; no knowledge shown",
     "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
 }  # fmt: skip
 
@@ -141,19 +142,24 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
             fuse = correlation, total.get("artifact")
         rules = [", ".join(f"{rule} {count}" for rule, count in result.rules.items())] * by_text
         right = f"{result.correct} of {result.n}"
+        again = findings.second_form.get(name)
+        second = [f"{again.correct} of {again.n}" if again else None] * bool(findings.second_form)
         moved, on_right = findings.moved.get(name), findings.right_flips.get(name)
         rows.append((
-            _name(name), right, _share(result), moved.changed if moved else None,
+            _name(name), right, _share(result), *second, moved.changed if moved else None,
             on_right.broken if on_right else None, result.unanswered, *rules, *fuse,
         ))  # fmt: skip
     columns: Columns = {
-        "arm": "text", "right": "text", "share (95%)": "share", "moved": "count", "lost": "count",
+        "arm": "text", "right": "text", "share (95%)": "share",
+        **({"right, second form": "text"} if findings.second_form else {}),
+        "moved": "count", "lost": "count",
         **({"no answer": "count", "answer taken by": "text"} if by_text else {"ties": "count"}),
         "correlation": ("number", 3), "artifact": ("share", 2),
     }  # fmt: skip
     return Table.of(
         "arms-table", "Arms", columns, rows,
-        caption=f"Guessing gives {findings.guess_rate:.1%}. Moved: answers other than the unfused "
+        caption=f"Guessing gives {findings.guess_rate:.1%}. Second form: the same items in other "
+        "words, their options in another order. Moved: answers other than the unfused "
         "persona's. Lost: of the items that both models got right. Correlation: of what the fuse "
         "realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of the "
         "weights.",
@@ -230,10 +236,11 @@ def _null_table(findings: Findings) -> Table:
     }  # fmt: skip
     rows = [
         (
-            f"{way}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
+            f"{way}{form}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
             *((null.p_value, null.p_adjusted) if null.tested else (None, None)),
         )
-        for way, nulls in findings.nulls.items()
+        for form, of_form in (("", findings.nulls), (", second form", findings.second_nulls))
+        for way, nulls in of_form.items()
         for null in nulls
         for n in [max(null.n, 1)]
     ]  # fmt: skip

@@ -18,12 +18,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxstacks import base_model
-from mlxstacks.arms.arm import Arm, Persona, training_rows
+from mlxstacks.arms.arm import Arm, Persona, in_second_form, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
@@ -36,7 +35,6 @@ from mlxstacks.arms.suite import (
     suite_of,
     suite_sha256,
 )
-from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.outputs import PLACES, write_json
@@ -45,6 +43,7 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.studies.confound.analysis import flips, suite_figures
 from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
+from mlxstacks.studies.confound.lengths import length_notes, row_lengths
 from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale, saturated
 from mlxstacks.studies.confound.plan import (
     AGAIN,
@@ -54,6 +53,7 @@ from mlxstacks.studies.confound.plan import (
     arm,
     arms_of,
     data_of,
+    form_arms_of,
     plan_of,
     protocol_of,
     right_arms_of,
@@ -229,7 +229,7 @@ class _Confound(Study):
         tested = max(1, int(len(self.sample) * (1 - settings.train_share) / 2))
         self.tested = min(settings.limit or tested, tested)
         files = len(arms) + (len(right_arms_of(settings)) if settings.right_items else 0)
-        files += len(suite_arms_of(settings))
+        files += len(suite_arms_of(settings)) + len(form_arms_of(settings))
         # A search is shorter than its most probes; half of them stand for it.
         self.search = settings.probe_items * MOST_PROBES // 2
         total = 2 * len(self.sample) + 2 * (settings.train.iters or 1) + files * self.tested
@@ -328,14 +328,16 @@ class _Confound(Study):
 
     def _ask_second(self, work: Path) -> None:
         """The persona's second choices: where it would go, were it pushed a little."""
-        persona, _ = self._files(PERSONA)["test"]
-        first = {answer.item_id: answer for answer in persona.answers()}
+        for part, file in self._files(SECOND).items():
+            persona, _ = self._files(PERSONA)[part]
+            first = {answer.item_id: answer for answer in persona.answers()}
 
-        def answer(model: Arm, items: Sequence[Item]) -> list[Answer]:
-            return model.second_choices(items, [first[item.item_id] for item in items])
+            def answer(
+                model: Arm, items: Sequence[Item], first: Mapping[str, Answer] = first
+            ) -> list[Answer]:
+                return model.second_choices(items, [first[item.item_id] for item in items])
 
-        files = self._files(SECOND).values()
-        self._complete(files, self.persona, self.tested, answer=answer)
+            self._complete([file], self.persona, self.tested, answer=answer)
 
     def _ask_unfused(self, way: str, work: Path) -> None:
         for kind, adapter in ADAPTERS.items():
@@ -437,8 +439,11 @@ class _Confound(Study):
         mx.clear_cache()
 
     def _files(self, name: str) -> dict[str, tuple[AnswerFile, int]]:
-        """Of an arm: part (test, right, suite) -> its answers and to how many items."""
+        """Of an arm: part (test, form, right, suite) -> its answers and to how many items."""
         parts: dict[str, list[Item]] = {} if name == BASE else {"test": self.mined.test}
+        if name in form_arms_of(self.settings):
+            seed = self.settings.seed
+            parts["form"] = [in_second_form(item, seed) for item in self.mined.test]
         if name in right_arms_of(self.settings) and self.mined.right:
             parts["right"] = self.mined.right
         if self.suite and name != SECOND:
@@ -455,7 +460,9 @@ class _Confound(Study):
 
     def conclude(self, work: Path) -> Result:
         settings = self.settings
-        answers: dict[str, dict[str, list[Answer]]] = {"test": {}, "right": {}, "suite": {}}
+        answers: dict[str, dict[str, list[Answer]]] = {
+            part: {} for part in ("test", "form", "right", "suite")
+        }
         for name in (*((BASE,) if self.suite else ()), *arms_of(settings)):
             for part, (file, count) in self._files(name).items():
                 answers[part][name] = file.answers()[:count]
@@ -493,11 +500,12 @@ def _found(
     settings: ConfoundSettings, plan: Plan, answers: dict[str, dict[str, list[Answer]]],
     mined: Sequence[Answer], plan_sha256: str, data: Mapping[str, str], matching: Mapping[str, Any],
 ) -> Findings:  # fmt: skip
-    """answers: part (test, right) -> arm -> answers. mined: the persona's when Set G was mined."""
+    """answers: part (test, form, right) -> arm -> answers. mined: the persona's, of the mining."""
     items = {name: [answer.item_id for answer in given] for name, given in answers["test"].items()}
     return find(
         answers["test"], answers["right"], mined, ways=settings.ways,
         criterion=Criterion(settings.least_gain, settings.alpha), seed=settings.seed,
+        second_form=answers["form"],
         standing=standing(plan, Evidence(plan_sha256, items, data, (settings.seed,))),
         saturated=[
             way for way, search in matching.items()
@@ -569,8 +577,8 @@ def conclude_again(result: Result, directory: Path) -> Result:
 
     suite = suite_of(result.data["suite"], "the suite in the result") if settings.has_suite else ()
     names = {
-        "test": arms_of(settings), "right": right_arms_of(settings),
-        "suite": suite_arms_of(settings),
+        "test": arms_of(settings), "form": form_arms_of(settings),
+        "right": right_arms_of(settings), "suite": suite_arms_of(settings),
     }  # fmt: skip
     sizes = {"suite": len(suite)}
     answers = {
@@ -591,59 +599,3 @@ def conclude_again(result: Result, directory: Path) -> Result:
         settings, plan, split, _fuses(settings, directory), findings, matching, suite,
         answers["suite"],
     )  # fmt: skip
-
-
-# --- lengths of the training rows -----------------------------------------------------------------
-# The answer stands at the end of a row, and a row that is too long loses its end: a few tokens too
-# many and there is nothing left to learn. That is known from the items alone, before any mining.
-
-
-class RowLength(NamedTuple):
-    """In tokens: of the whole row, and up to its answer."""
-
-    tokens: int
-    before_answer: int
-
-
-def row_lengths(
-    items: Sequence[Item], settings: ConfoundSettings, model: Path
-) -> dict[str, RowLength]:
-    """Of the row that would teach each item, by its id.
-
-    Raises: InputError where of more than half of them no answer would be left.
-    """
-    _, tokenizer, _ = base_model.load(model, lazy=True)
-    rows = training_rows(items, settings.scoring, settings.train_answers, settings.seed)
-    lengths = {}
-    for item, row in zip(items, rows, strict=True):
-        encoded = encode_messages(row["messages"], tokenizer, rendering=Rendering.of(settings))
-        before = next((n for n, weight in enumerate(encoded.weights) if weight), 0)
-        lengths[item.item_id] = RowLength(len(encoded.tokens), before)
-    most = settings.train.max_seq_length
-    late = sum(length.before_answer >= most for length in lengths.values())
-    if 2 * late > len(lengths):
-        shortest, longest = (end(lengths.values()).tokens for end in (min, max))
-        raise InputError(
-            f"train.max_seq_length is {most}, and in {late:,} of {len(lengths):,} items the answer "
-            f"comes later: nothing of them would be learned. With scoring {settings.scoring} their "
-            f"rows have {shortest:,} to {longest:,} tokens: give --set "
-            f"train.max_seq_length={longest}"
-        )
-    return lengths
-
-
-def length_notes(
-    train: Sequence[Item], lengths: dict[str, RowLength], settings: ConfoundSettings
-) -> list[str]:
-    """What of the training rows is lost by `train.max_seq_length`; nothing where all fit."""
-    most = settings.train.max_seq_length
-    trained = [lengths[item.item_id] for item in train]
-    long = sum(length.tokens > most for length in trained)
-    if not long:
-        return []
-    empty = sum(length.before_answer >= most for length in trained)
-    words = (
-        f"{long} of {len(trained)} rows to train on are longer than train.max_seq_length ({most}) "
-        f"and lost their end; {empty} of them have no answer left and taught nothing."
-    )
-    return [words]

@@ -92,6 +92,12 @@ class ConfoundSettings(Settings):
         description="Items of the part to train on that show at which scale a random delta moves "
         "as many answers as A1.",
     )
+    second_form: bool = Field(
+        False,
+        description="Ask every arm the test's items a second time, in other words and with the "
+        "options in another order: knowledge is claimed only of what holds in both forms. Costs as "
+        "many answers as the test's again: about a third more time.",
+    )
     policies: Policies = Field(
         ("refit", "nearest", "promote"),
         description="Fuses to compare, the one that decides first; promote is always among them. "

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mlxstacks import cli
-from mlxstacks.arms.arm import Arm, encode_choices
+from mlxstacks.arms.arm import Arm, encode_choices, in_second_form
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
@@ -28,8 +28,9 @@ from mlxstacks.studies.confound.fuses import (
     fuse_all,
     random_adapter,
 )
+from mlxstacks.studies.confound.lengths import length_notes, row_lengths
 from mlxstacks.studies.confound.plan import arms_of, suite_arms_of
-from mlxstacks.studies.confound.run import conclude_again, length_notes, row_lengths, run
+from mlxstacks.studies.confound.run import conclude_again, run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer
@@ -285,7 +286,7 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     told: list[tuple[float, float]] = []
     settings = settings_for(
         places, target, limit=5, policies=("promote",), train={"iters": 2}, max_tokens=2,
-        suite=str(write_rows(places[0].parent / "suite.jsonl", suite_rows(2))),
+        suite=str(write_rows(places[0].parent / "suite.jsonl", suite_rows(2))), second_form=True,
     )  # fmt: skip
     report = run(
         settings,
@@ -298,6 +299,25 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
     assert {arm["n"] for arm in report.data["arms"].values()} == {5}
     assert_every_arm_replied_to_the_suite(report, settings)
+    assert_every_arm_was_asked_in_both_forms(report, places)
+
+
+def assert_every_arm_was_asked_in_both_forms(report: Result, places: Places) -> None:
+    """The same items in the same order; the answer that is right has another place at times."""
+    answers = Path(str(report.directory)) / "answers"
+    names = [arm for arm in report.data["planned_arms"] if arm != "persona_again"]
+    assert [*report.data["second_form"]] == names
+    for name in names:
+        first, second = (rows_of(answers / f"{p}_{name}.jsonl")[1:] for p in ("test", "form"))
+        assert [row["item_id"] for row in first] == [row["item_id"] for row in second]
+        assert [row["gold"] for row in first] != [row["gold"] for row in second]
+    assert report.data["arms"].keys() - report.data["second_form"].keys() == {"persona_again"}
+    for item in read_items(str(places[2])):
+        asked = in_second_form(item, 0)
+        assert asked.question.endswith(item.question)
+        assert asked.question != item.question
+        assert asked.options[asked.answer_index] == item.options[item.answer_index]
+        assert sorted(asked.options) == sorted(item.options)
 
 
 def assert_every_arm_replied_to_the_suite(report: Result, settings: ConfoundSettings) -> None:
