@@ -72,7 +72,7 @@ class Arm:
     def answer(self, items: Sequence[Item]) -> list[Answer]:
         """An answer to each item, in order: a letter in the reply, or the likeliest option."""
         if self.settings.scoring == "likelihood":
-            return self._by_likelihood(items)
+            return self.likeliest(items)
         answers = []
         replies = self.replies([question_text(item, "generate") for item in items])
         for item, reply in zip(items, replies, strict=True):
@@ -81,8 +81,12 @@ class Arm:
             answers.append(Answer.of(item, pick, letter.rule, reply))
         return answers
 
-    def _by_likelihood(self, items: Sequence[Item]) -> list[Answer]:
-        encoded = [encode_choices(item, self.tokenizer, self.rendering) for item in items]
+    def likeliest(self, items: Sequence[Item]) -> list[Answer]:
+        """Of each item the likeliest option, with the scores of all: of the option texts, or of the
+        boxed letters where answers are generated.
+        """
+        scoring = self.settings.scoring
+        encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
         sums = self.score(encoded)
         picks = choose(encoded, sums, self.settings.normalisation).picks
         return [

@@ -73,6 +73,23 @@ def suite_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
     return (BASE, *(name for name in arms_of(settings) if name != SECOND))
 
 
+def width_arms(bits: int) -> tuple[str, str]:
+    """The plain model quantized to so many bits, and the same after a refit of zeros."""
+    return f"width_{bits}", f"width_{bits}_refit"
+
+
+def parts_of(settings: ConfoundSettings) -> dict[str, tuple[str, ...]]:
+    """Set of items -> the arms that answer it. hard, easy: the items of test and right again, for
+    models at other widths.
+    """
+    of_widths = tuple(name for bits in settings.widths for name in width_arms(bits))
+    return {
+        "test": arms_of(settings), "form": form_arms_of(settings),
+        "right": right_arms_of(settings), "suite": suite_arms_of(settings),
+        "hard": of_widths, "easy": of_widths,
+    }  # fmt: skip
+
+
 def protocol_of(
     settings: ConfoundSettings, hashes: Mapping[str, str], items: Sequence[Item]
 ) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlxstacks.stats import share, share_note
 from mlxstacks.studies.confound.analysis import ArmResult, Comparison
+from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Findings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
@@ -51,14 +52,18 @@ def blocks(
     settings: ConfoundSettings,
     matching: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
+    moves: Mapping[str, Any] | None = None,
 ) -> tuple[Block, ...]:
     """Arms and claims first; counts by subject last, folded. matching: way -> the search for the
-    scale of its random delta. identity: arm -> its figures on the suite.
+    scale of its random delta. identity: arm -> its figures on the suite. moves: of fuses of zeros.
     """
+    moves = moves or {"fuses": {}, "growth": None}
+    growth = [growth_in_words(moves, findings.criterion.alpha)] if moves["growth"] else []
     return (
         _arm_plot(findings), _content_plot(findings), _arm_table(findings, fuses, settings),
         *_identity_table(identity or {}), *_claim_tables(findings), _null_table(findings),
-        _rule_table(findings), _moved_table(findings, matching), _words(findings, fuses, mined),
+        _rule_table(findings), _moved_table(findings, matching), *mechanism_blocks(moves),
+        _words(findings, fuses, mined, growth),
         *_more_tables(findings),
         _counts_table("mined", "Mined items", mined["table"]),
         _counts_table("subjects", "Right answers by subject", findings.subjects),
@@ -311,7 +316,9 @@ def _moved_table(findings: Findings, matching: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def _words(findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any]) -> Text:
+def _words(
+    findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any], growth: Sequence[str]
+) -> Text:
     counts = mined["table"]["all"]
     listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     set_g = f"{len(mined['train']):,} to train, {len(mined['test']):,} to test"
@@ -323,6 +330,7 @@ def _words(findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any
         for judgement in findings.judgements
     ]
     lines += [f"Floor, {way}: {words}" for way, words in findings.floors.items()]
+    lines += growth
     # How many packed codes the fuses of a policy leave different: spec/confound.md section 4.
     for way, figures in fuses.items():
         if codes := figures.get("codes_that_differ"):

@@ -15,6 +15,7 @@ from mlxstacks.arms.settings import (
     TargetCorrelation,
     Training,
 )
+from mlxstacks.convert.settings import Bits
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.settings import (
@@ -31,8 +32,8 @@ from mlxstacks.settings import (
 
 # How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
-    "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "plots", "resume",
-    "force",
+    "model", "persona", "items", "suite", "plain_model", "save_path", "limit", "keep_models",
+    "plots", "resume", "force",
 }  # fmt: skip
 
 
@@ -102,6 +103,17 @@ class ConfoundSettings(Settings):
         ("refit", "nearest", "promote"),
         description="Fuses to compare, the one that decides first; promote is always among them. "
         "Repeatable.",
+    )
+    widths: Annotated[tuple[Bits, ...], EachOnce] = Field(
+        (),
+        description="Also ask plain_model at each of these bits, before and after a refit of "
+        "zeros: whom does rounding move, and more at fewer bits? Costs twice the answers of an arm "
+        "for each. Repeatable.",
+    )
+    plain_model: str | None = Field(
+        None,
+        description="With widths: the base in unquantized weights, a directory or Hugging Face id. "
+        "Default: nano's.",
     )
     target_correlation: TargetCorrelation = 0.98
     train: Training = Field(
