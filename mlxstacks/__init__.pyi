@@ -64,14 +64,16 @@ def confound(model: str | Path | None = None, *, persona: str | Path | None = No
     normalisation: Literal['sum', 'token', 'character'] = 'sum', max_tokens: int = 64,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'off', allow_special: bool = False,
     subjects: str | Sequence[str] = (), sample: int | None = 6000, train_share: float = 0.7,
-    right_items: int | None = None, probe_items: int = 200,
+    right_items: int | None = None, probe_items: int = 200, second_form: bool = False,
     policies: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize'] | Sequence[Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize']] = ('refit', 'nearest', 'promote'),
-    target_correlation: float = 0.98, train: Mapping[str, Any] = ...,
-    train_answers: Literal['right', 'random'] = 'right', least_gain: float = 0.05,
-    alpha: float = 0.05, expected_rate: float = 0.18, expected_discordant: float = 0.1,
-    batch_size: int = 16, limit: int | None = None, keep_models: bool = False, plots: bool = True,
-    resume: bool = True, force: bool = False, seed: int = 0,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    widths: Literal[2, 3, 4, 5, 6, 8] | Sequence[Literal[2, 3, 4, 5, 6, 8]] = (),
+    plain_model: str | Path | None = None, target_correlation: float = 0.98,
+    train: Mapping[str, Any] = ..., train_answers: Literal['right', 'random'] = 'right',
+    least_gain: float = 0.05, alpha: float = 0.05, expected_rate: float = 0.18,
+    expected_discordant: float = 0.1, batch_size: int = 16, limit: int | None = None,
+    keep_models: bool = False, plots: bool = True, resume: bool = True, force: bool = False,
+    seed: int = 0, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Does fusing a second adapter add knowledge? Every arm next to its control."""
 
 def convert(model: str | Path | None = None, *, save_path: str | Path | None = None,

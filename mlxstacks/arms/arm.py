@@ -4,7 +4,9 @@ An item is asked, and its answer is taught, in the same words.
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +35,7 @@ INSTRUCTION = (
     r"Answer first: put the letter of the right option in \boxed{}. Then give one line of "
     "justification."
 )
+SECOND_FORM = "Here is a question, and one answer to it is right: {question}"
 
 _BATCH_SIZE = 64  # candidates at once, of eval's default
 
@@ -69,7 +72,7 @@ class Arm:
     def answer(self, items: Sequence[Item]) -> list[Answer]:
         """An answer to each item, in order: a letter in the reply, or the likeliest option."""
         if self.settings.scoring == "likelihood":
-            return self._by_likelihood(items)
+            return self.likeliest(items)
         answers = []
         replies = self.replies([question_text(item, "generate") for item in items])
         for item, reply in zip(items, replies, strict=True):
@@ -78,8 +81,12 @@ class Arm:
             answers.append(Answer.of(item, pick, letter.rule, reply))
         return answers
 
-    def _by_likelihood(self, items: Sequence[Item]) -> list[Answer]:
-        encoded = [encode_choices(item, self.tokenizer, self.rendering) for item in items]
+    def likeliest(self, items: Sequence[Item]) -> list[Answer]:
+        """Of each item the likeliest option, with the scores of all: of the option texts, or of the
+        boxed letters where answers are generated.
+        """
+        scoring = self.settings.scoring
+        encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
         sums = self.score(encoded)
         picks = choose(encoded, sums, self.settings.normalisation).picks
         return [
@@ -115,6 +122,20 @@ def question_text(item: Item, scoring: Scoring) -> str:
     options = zip(item.letters, item.options, strict=True)
     listed = "\n".join(f"{letter}. {text}" for letter, text in options)
     return f"{item.question}\n\n{listed}\n\n{INSTRUCTION}"
+
+
+def in_second_form(item: Item, seed: int) -> Item:
+    """The same item asked in other words, with its options in an order drawn for it.
+
+    Law: the right option is the same text.
+    """
+    order = list(range(len(item.options)))
+    random.Random(f"{seed}/form/{item.item_id}").shuffle(order)
+    return replace(
+        item, question=SECOND_FORM.format(question=item.question),
+        options=tuple(item.options[place] for place in order),
+        answer_index=order.index(item.answer_index),
+    )  # fmt: skip
 
 
 def answer_text(item: Item, index: int, scoring: Scoring, justification: str = "") -> str:

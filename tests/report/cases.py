@@ -22,8 +22,8 @@ from mlxstacks.studies.compare.analysis import CellRecord, analyse
 from mlxstacks.studies.compare.report import blocks as compare_blocks
 from mlxstacks.studies.compare.run import ABOUT as COMPARE
 from mlxstacks.studies.compare.settings import CompareSettings
+from mlxstacks.studies.confound.conclude import ABOUT as CONFOUND
 from mlxstacks.studies.confound.report import blocks as confound_blocks
-from mlxstacks.studies.confound.run import ABOUT as CONFOUND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import verdict as confound_verdict
 from mlxstacks.studies.identity.analysis import verdict as identity_verdict

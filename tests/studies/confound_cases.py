@@ -76,20 +76,24 @@ def case(
     right: int = 200,
     without: Sequence[str] = (),
     standing: Standing | None = None,
+    second_form: dict[str, int] | None = None,
     **counts: int,
 ) -> Findings:
     """Findings of arms with these counts; those not named answer nothing rightly.
 
     right: items of the control, all of which every arm gets right. without: arms left out.
+    second_form: counts of the arms that are asked in a second form of the prompt, if they are.
     """
     names = [name for name in arms_of(POLICIES) if name not in without]
     # A random delta that moves every answer, whatever A1 moves.
     steps = {name: 2 if name.startswith("moved") else 1 for name in names}
-    answers = {
-        name: answers_of(counts.get(name, 0), n, options, step=step) for name, step in steps.items()
-    }
+
+    def counted(counts: dict[str, int]) -> dict[str, list[Answer]]:
+        return {a: answers_of(counts.get(a, 0), n, options, step=s) for a, s in steps.items()}
+
     control = {name: answers_of(right, right) for name in right_arms_of(POLICIES) if right}
     return find(
-        answers, control, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
+        counted(counts), control, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
         standing=standing or Standing(), seed=0, resamples=200,
+        second_form=None if second_form is None else counted(second_form),
     )  # fmt: skip

@@ -8,7 +8,7 @@ items are known, and before any arm answers a test item or the adapter is traine
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxstacks.arms.arm import INSTRUCTION
+from mlxstacks.arms.arm import INSTRUCTION, SECOND_FORM
 from mlxstacks.arms.set_g import Mined
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.confound.matching import MOST_PROBES
@@ -33,7 +33,8 @@ RULES = (
     "that is more). McNemar's exact test on the same items, the binomial test for guessing; the "
     "largest p of a policy, adjusted over all policies by Holm's rule, is below alpha. A subset, "
     "another plan or a missing control cannot satisfy the criterion, nor can a random delta that "
-    "moves significantly fewer answers than A1, by more than a tenth."
+    "moves significantly fewer answers than A1, by more than a tenth. Where a second form of the "
+    "prompt is planned, all of this holds in that form too, in the same family."
 )
 TEST = (
     "McNemar's exact test, two-sided, of A1 against each control, all together; the published "
@@ -58,11 +59,35 @@ def right_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
     return tuple(name for name in arms_of(settings) if name not in (AGAIN, SECOND))
 
 
+def form_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
+    """Arms that are asked in a second form of the prompt too, where that is planned: all but the
+    rerun.
+    """
+    return tuple(n for n in arms_of(settings) if n != AGAIN) if settings.second_form else ()
+
+
 def suite_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
     """Arms that reply to the identity suite, where there is one: every model, and the base."""
     if not settings.has_suite:
         return ()
     return (BASE, *(name for name in arms_of(settings) if name != SECOND))
+
+
+def width_arms(bits: int) -> tuple[str, str]:
+    """The plain model quantized to so many bits, and the same after a refit of zeros."""
+    return f"width_{bits}", f"width_{bits}_refit"
+
+
+def parts_of(settings: ConfoundSettings) -> dict[str, tuple[str, ...]]:
+    """Set of items -> the arms that answer it. hard, easy: the items of test and right again, for
+    models at other widths.
+    """
+    of_widths = tuple(name for bits in settings.widths for name in width_arms(bits))
+    return {
+        "test": arms_of(settings), "form": form_arms_of(settings),
+        "right": right_arms_of(settings), "suite": suite_arms_of(settings),
+        "hard": of_widths, "easy": of_widths,
+    }  # fmt: skip
 
 
 def protocol_of(
@@ -76,7 +101,9 @@ def protocol_of(
         "hypothesis": HYPOTHESIS,
         "rules": RULES,
         "prompt": INSTRUCTION if settings.scoring == "generate" else "the question alone",
+        "second_prompt": SECOND_FORM if settings.second_form else None,
         "arms": list(arms_of(settings)),
+        "arms_in_second_form": list(form_arms_of(settings)),
         "arms_on_right_items": list(right_arms_of(settings)),
         "arms_on_suite": list(suite_arms_of(settings)),
         "settings": settings.model_dump(mode="json", exclude=NOT_OF_THE_PLAN),

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlxstacks.stats import share, share_note
 from mlxstacks.studies.confound.analysis import ArmResult, Comparison
+from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Findings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
@@ -24,6 +25,7 @@ OUTCOMES = {
     "shuffled": "training, not content; no knowledge shown",
     "second choice": "a move to second choices; no knowledge shown",
     "guessing": "leads back to guessing",
+    "wording": "hangs on one wording; no knowledge shown",
     "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
 }  # fmt: skip
 
@@ -50,14 +52,18 @@ def blocks(
     settings: ConfoundSettings,
     matching: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
+    moves: Mapping[str, Any] | None = None,
 ) -> tuple[Block, ...]:
     """Arms and claims first; counts by subject last, folded. matching: way -> the search for the
-    scale of its random delta. identity: arm -> its figures on the suite.
+    scale of its random delta. identity: arm -> its figures on the suite. moves: of fuses of zeros.
     """
+    moves = moves or {"fuses": {}, "growth": None}
+    growth = [growth_in_words(moves, findings.criterion.alpha)] if moves["growth"] else []
     return (
         _arm_plot(findings), _content_plot(findings), _arm_table(findings, fuses, settings),
         *_identity_table(identity or {}), *_claim_tables(findings), _null_table(findings),
-        _rule_table(findings), _moved_table(findings, matching), _words(findings, fuses, mined),
+        _rule_table(findings), _moved_table(findings, matching), *mechanism_blocks(moves),
+        _words(findings, fuses, mined, growth),
         *_more_tables(findings),
         _counts_table("mined", "Mined items", mined["table"]),
         _counts_table("subjects", "Right answers by subject", findings.subjects),
@@ -141,19 +147,24 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
             fuse = correlation, total.get("artifact")
         rules = [", ".join(f"{rule} {count}" for rule, count in result.rules.items())] * by_text
         right = f"{result.correct} of {result.n}"
+        again = findings.second_form.get(name)
+        second = [f"{again.correct} of {again.n}" if again else None] * bool(findings.second_form)
         moved, on_right = findings.moved.get(name), findings.right_flips.get(name)
         rows.append((
-            _name(name), right, _share(result), moved.changed if moved else None,
+            _name(name), right, _share(result), *second, moved.changed if moved else None,
             on_right.broken if on_right else None, result.unanswered, *rules, *fuse,
         ))  # fmt: skip
     columns: Columns = {
-        "arm": "text", "right": "text", "share (95%)": "share", "moved": "count", "lost": "count",
+        "arm": "text", "right": "text", "share (95%)": "share",
+        **({"right, second form": "text"} if findings.second_form else {}),
+        "moved": "count", "lost": "count",
         **({"no answer": "count", "answer taken by": "text"} if by_text else {"ties": "count"}),
         "correlation": ("number", 3), "artifact": ("share", 2),
     }  # fmt: skip
     return Table.of(
         "arms-table", "Arms", columns, rows,
-        caption=f"Guessing gives {findings.guess_rate:.1%}. Moved: answers other than the unfused "
+        caption=f"Guessing gives {findings.guess_rate:.1%}. Second form: the same items in other "
+        "words, their options in another order. Moved: answers other than the unfused "
         "persona's. Lost: of the items that both models got right. Correlation: of what the fuse "
         "realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of the "
         "weights.",
@@ -230,10 +241,11 @@ def _null_table(findings: Findings) -> Table:
     }  # fmt: skip
     rows = [
         (
-            f"{way}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
+            f"{way}{form}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
             *((null.p_value, null.p_adjusted) if null.tested else (None, None)),
         )
-        for way, nulls in findings.nulls.items()
+        for form, of_form in (("", findings.nulls), (", second form", findings.second_nulls))
+        for way, nulls in of_form.items()
         for null in nulls
         for n in [max(null.n, 1)]
     ]  # fmt: skip
@@ -304,7 +316,9 @@ def _moved_table(findings: Findings, matching: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def _words(findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any]) -> Text:
+def _words(
+    findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any], growth: Sequence[str]
+) -> Text:
     counts = mined["table"]["all"]
     listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     set_g = f"{len(mined['train']):,} to train, {len(mined['test']):,} to test"
@@ -316,6 +330,7 @@ def _words(findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any
         for judgement in findings.judgements
     ]
     lines += [f"Floor, {way}: {words}" for way, words in findings.floors.items()]
+    lines += growth
     # How many packed codes the fuses of a policy leave different: spec/confound.md section 4.
     for way, figures in fuses.items():
         if codes := figures.get("codes_that_differ"):

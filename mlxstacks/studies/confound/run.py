@@ -11,41 +11,53 @@ rest. Until it is done the run lives in its work directory (study/engine.py):
                     an adapter that was trained alike on the same rows with shuffled answers
     matched/WAY/    the random delta at the scale at which it moves as many answers as A1
     fuse/POLICY.json what a policy's fuses did to the weights; models/ until they have answered
-    fuse/moved_WAY.json  the search for that scale
+    fuse/moved_WAY.json  the search for that scale; fuse/width_N.json: a refit of zeros at N bits
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxstacks import base_model
-from mlxstacks.arms.arm import Arm, Persona, training_rows
+from mlxstacks.arms.arm import Arm, Persona, in_second_form, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
     Suite,
     as_items,
-    check_verdicts,
     in_turns,
     judged,
     open_suite,
-    suite_of,
     suite_sha256,
 )
-from mlxstacks.data import Rendering, encode_messages
+from mlxstacks.convert.run import convert
+from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.studies.confound.analysis import flips, suite_figures
+from mlxstacks.studies.confound.analysis import flips
+from mlxstacks.studies.confound.conclude import (
+    ABOUT,
+    ANSWERS,
+    DATA,
+    DATA_SHUFFLED,
+    FUSE,
+    PROTOCOL,
+    SPLIT,
+    concluded,
+    fuses_in,
+    rows_sha256,
+)
 from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
-from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale, saturated
+from mlxstacks.studies.confound.lengths import length_notes, row_lengths
+from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     BASE,
@@ -54,30 +66,22 @@ from mlxstacks.studies.confound.plan import (
     arm,
     arms_of,
     data_of,
+    parts_of,
     plan_of,
     protocol_of,
-    right_arms_of,
-    suite_arms_of,
+    width_arms,
 )
-from mlxstacks.studies.confound.report import OUTCOMES, blocks, plan_table
+from mlxstacks.studies.confound.report import plan_table
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import (
-    Criterion,
-    Findings,
-    answer_notes,
-    find,
-    fuse_notes,
-    verdict,
-)
+from mlxstacks.studies.confound.verdict import answer_notes, fuse_notes
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
-from mlxstacks.study.answer_log import AnswerLog
-from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
+from mlxstacks.study.answers import Answer, AnswerFile, Progress
 from mlxstacks.study.engine import Step, Study, run_study
-from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
+from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
-from mlxstacks.study.plan import PLAN, Evidence, Plan, fix_plan, keep_plan, read_plan, standing
+from mlxstacks.study.plan import PLAN, fix_plan, keep_plan, read_plan
 from mlxstacks.study.power import items_for_two_proportions
 from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.render.figures import FORMATS
@@ -90,16 +94,9 @@ from mlxstacks.study.run_directory import (
     write_recipe,
 )
 
-ABOUT = {
-    "kind": "confound",
-    "title": "Stacking confound",
-    "question": "Does fusing a second adapter add knowledge, or only jitter?",
-}
-PROTOCOL, SPLIT = "protocol.json", "split.json"
-ANSWERS, DATA, FUSE = "answers", "data", "fuse"
 PERSONA_MODEL, MODELS = "persona", "models"
 ADAPTER, ZERO, RANDOM, SHUFFLED = "adapter", "zero", "random", "shuffled"
-MATCHED, DATA_SHUFFLED = "matched", f"{DATA}-{SHUFFLED}"
+MATCHED = "matched"
 ADAPTERS = {"a1": ADAPTER, "a0": ZERO, "random": RANDOM, "shuffled": SHUFFLED}
 
 
@@ -115,6 +112,8 @@ def run(
     """
     if None in (settings.model, settings.persona, settings.items, settings.save_path):
         raise InputError("confound needs model, persona, items and save_path")
+    if settings.widths and settings.plain_model is None:
+        raise InputError("widths needs plain_model: the base in unquantized weights")
     return run_study(_Confound(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
@@ -198,6 +197,10 @@ class _Confound(Study):
         )  # fmt: skip
         if self.suite:
             hashes |= {"suite": suite_sha256(self.suite)}
+        if settings.widths:
+            hashes |= {
+                "plain": fingerprint(open_checkpoint(resolve_model(str(settings.plain_model))))
+            }
         self.protocol = protocol_of(settings, hashes, self.sample)
         self.lengths = row_lengths(self.sample, settings, self.source.speaker)
         return head
@@ -220,16 +223,17 @@ class _Confound(Study):
             run_way = self._ask_unfused if way == "unfused" else self._ask_fused
             yield Step(way, functools.partial(run_way, way))
             yield Step(arm("moved", way), functools.partial(self._ask_matched, way))
+        for bits in self.settings.widths:
+            yield Step(f"{bits} bits", functools.partial(self._ask_width, bits))
 
     def _whole(self) -> WholeProgress:
         """Of answers and of batches of training. How many items Set G has to test on is not known
         before it is mined: half of the sample's part for tests stands for it.
         """
-        settings, arms = self.settings, arms_of(self.settings)
+        settings = self.settings
         tested = max(1, int(len(self.sample) * (1 - settings.train_share) / 2))
         self.tested = min(settings.limit or tested, tested)
-        files = len(arms) + (len(right_arms_of(settings)) if settings.right_items else 0)
-        files += len(suite_arms_of(settings))
+        files = sum(map(len, parts_of(settings).values()))
         # A search is shorter than its most probes; half of them stand for it.
         self.search = settings.probe_items * MOST_PROBES // 2
         total = 2 * len(self.sample) + 2 * (settings.train.iters or 1) + files * self.tested
@@ -265,6 +269,12 @@ class _Confound(Study):
             right_items=self.settings.right_items, seed=self.settings.seed,
         )  # fmt: skip
         write_json(work / SPLIT, self.mined.as_json())
+        test, right = self.mined.test, self.mined.right
+        form = [in_second_form(item, self.settings.seed) for item in test]
+        self.items_of = {
+            "test": test, "form": form, "right": right, "suite": self.suite_items, "hard": test,
+            "easy": right,
+        }  # fmt: skip
 
     def _mining_file(self, name: str) -> AnswerFile:
         header = {"of": "mining", "protocol_sha256": json_sha256(self.protocol), "arm": name}
@@ -303,7 +313,7 @@ class _Confound(Study):
                 shuffle=shuffle,
             )  # fmt: skip
             write_rows(work / name / "train.jsonl", rows)
-        data = data_of(self.mined, self.protocol, _rows_sha256(work), self.persona_sha256)
+        data = data_of(self.mined, self.protocol, rows_sha256(work), self.persona_sha256)
         self.plan = plan_of(settings, self.mined, data)
         fix_plan(work / PLAN, self.plan, sorted((work / ANSWERS).glob("test_*.jsonl")))
 
@@ -328,14 +338,16 @@ class _Confound(Study):
 
     def _ask_second(self, work: Path) -> None:
         """The persona's second choices: where it would go, were it pushed a little."""
-        persona, _ = self._files(PERSONA)["test"]
-        first = {answer.item_id: answer for answer in persona.answers()}
+        for part, file in self._files(SECOND).items():
+            persona, _ = self._files(PERSONA)[part]
+            first = {answer.item_id: answer for answer in persona.answers()}
 
-        def answer(model: Arm, items: Sequence[Item]) -> list[Answer]:
-            return model.second_choices(items, [first[item.item_id] for item in items])
+            def answer(
+                model: Arm, items: Sequence[Item], first: Mapping[str, Answer] = first
+            ) -> list[Answer]:
+                return model.second_choices(items, [first[item.item_id] for item in items])
 
-        files = self._files(SECOND).values()
-        self._complete(files, self.persona, self.tested, answer=answer)
+            self._complete([file], self.persona, self.tested, answer=answer)
 
     def _ask_unfused(self, way: str, work: Path) -> None:
         for kind, adapter in ADAPTERS.items():
@@ -379,6 +391,31 @@ class _Confound(Study):
             self._ask(name, model)
         if way == "unfused" or not settings.keep_models:
             discard(models)
+
+    def _ask_width(self, bits: int, work: Path) -> None:
+        """Quantize the plain model, refit it with zeros in A1's modules, and let both answer."""
+        models, path = work / MODELS / f"width_{bits}", work / FUSE / f"width_{bits}.json"
+        before, after = (models / name for name in width_arms(bits))
+        arms = dict(zip(width_arms(bits), (before, after), strict=True))
+        if not (path.is_file() and all(self._done(name, at) for name, at in arms.items())):
+            convert(
+                ConvertSettings(
+                    model=self.settings.plain_model, bits=bits, save_path=str(before), force=True
+                )
+            )
+            report = fuse(
+                FuseSettings(
+                    model=str(before), adapter_path=(str(work / ADAPTER),), save_path=str(after),
+                    requant="refit", zero_delta=True, allow_base=True, force=True,
+                )
+            )  # fmt: skip
+            write_sealed(path, {"total": report.total and asdict(report.total)})
+        for name, model in arms.items():
+            self._complete(
+                self._files(name).values(), model, self.tested, answer=lambda a, i: a.likeliest(i)
+            )
+            mx.clear_cache()
+        discard(models)
 
     def _search(self, way: str, work: Path) -> tuple[float, list[Probe]]:
         """The share of the test's answers that A1 moves; what the random delta moves by scale, of
@@ -437,14 +474,12 @@ class _Confound(Study):
         mx.clear_cache()
 
     def _files(self, name: str) -> dict[str, tuple[AnswerFile, int]]:
-        """Of an arm: part (test, right, suite) -> its answers and to how many items."""
-        parts: dict[str, list[Item]] = {} if name == BASE else {"test": self.mined.test}
-        if name in right_arms_of(self.settings) and self.mined.right:
-            parts["right"] = self.mined.right
-        if self.suite and name != SECOND:
-            parts["suite"] = self.suite_items
+        """Of an arm: part, as in `parts_of` -> its answers and to how many items."""
         files = {}
-        for part, items in parts.items():
+        for part, names in parts_of(self.settings).items():
+            items = self.items_of[part]
+            if name not in names or not items:
+                continue
             header = {"plan_sha256": self.plan.sha256, "of": part, "arm": name}
             file = AnswerFile(self.work / ANSWERS / f"{part}_{name}.jsonl", header, items)
             whole = len(items) if part == "suite" else len(self.mined.test)
@@ -455,29 +490,24 @@ class _Confound(Study):
 
     def conclude(self, work: Path) -> Result:
         settings = self.settings
-        answers: dict[str, dict[str, list[Answer]]] = {"test": {}, "right": {}, "suite": {}}
-        for name in (*((BASE,) if self.suite else ()), *arms_of(settings)):
-            for part, (file, count) in self._files(name).items():
+        answers: dict[str, dict[str, list[Answer]]] = {part: {} for part in parts_of(settings)}
+        for part, names in parts_of(settings).items():
+            for name in names if self.items_of[part] else ():
+                file, count = self._files(name)[part]
                 answers[part][name] = file.answers()[:count]
-        fuses = _fuses(settings, work)
-        data = data_of(
-            self.mined, read_object((work / PROTOCOL).read_bytes()),
-            _rows_sha256(work), fingerprint(open_checkpoint(self.persona), self.persona_sha256),
-        )  # fmt: skip
+        persona = fingerprint(open_checkpoint(self.persona), self.persona_sha256)
+        protocol = read_object((work / PROTOCOL).read_bytes())
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
-        findings = _found(
-            settings, self.plan, answers, self._mining_file(PERSONA).answers(),
-            read_plan(work / PLAN).sha256, data, _matching(settings, work),
+        result, findings = concluded(
+            settings, self.plan, work, answers, self._mining_file(PERSONA).answers(),
+            read_plan(work / PLAN).sha256,
+            data_of(self.mined, protocol, rows_sha256(work), persona), self.suite,
         )  # fmt: skip
         notes = [
             *(answer_notes(findings.arms) if settings.scoring == "generate" else []),
             *self.mined.notes, *length_notes(self.mined.train, self.lengths, settings),
-            *fuse_notes(fuses),
+            *fuse_notes(fuses_in(settings, work)),
         ]  # fmt: skip
-        result = _concluded(
-            settings, self.plan, self.mined.as_json(), fuses, findings, _matching(settings, work),
-            self.suite, answers["suite"],
-        )  # fmt: skip
         return result.model_copy(update={"notes": tuple(notes)})
 
 
@@ -487,163 +517,3 @@ def _respond(
     items: Sequence[Item],
 ) -> Sequence[Answer]:
     return respond(load(), items)
-
-
-def _found(
-    settings: ConfoundSettings, plan: Plan, answers: dict[str, dict[str, list[Answer]]],
-    mined: Sequence[Answer], plan_sha256: str, data: Mapping[str, str], matching: Mapping[str, Any],
-) -> Findings:  # fmt: skip
-    """answers: part (test, right) -> arm -> answers. mined: the persona's when Set G was mined."""
-    items = {name: [answer.item_id for answer in given] for name, given in answers["test"].items()}
-    return find(
-        answers["test"], answers["right"], mined, ways=settings.ways,
-        criterion=Criterion(settings.least_gain, settings.alpha), seed=settings.seed,
-        standing=standing(plan, Evidence(plan_sha256, items, data, (settings.seed,))),
-        saturated=[
-            way for way, search in matching.items()
-            if saturated(search["target"], [Probe(**probe) for probe in search["probes"]])
-        ],
-    )  # fmt: skip
-
-
-def _rows_sha256(work: Path) -> dict[str, str]:
-    """Of the rows to train on."""
-    names = {"train_rows": DATA, "shuffled_rows": DATA_SHUFFLED}
-    paths = {name: work / directory / "train.jsonl" for name, directory in names.items()}
-    return {name: file_sha256(path) for name, path in paths.items() if path.is_file()}
-
-
-def _fuses(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
-    """Policy -> what its fuses did to the weights."""
-    fuses = {}
-    for policy in (way for way in settings.ways if way != "unfused"):
-        moved = work / FUSE / f"moved_{policy}.json"
-        more = {"moved": read_sealed(moved)[0]["fuse"]} if moved.is_file() else {}
-        fuses[policy] = read_sealed(work / FUSE / f"{policy}.json")[0] | more
-    return fuses
-
-
-def _matching(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
-    """Way -> the search for the scale of its random delta: target, scale, probes."""
-    paths = {way: work / FUSE / f"moved_{way}.json" for way in settings.ways}
-    searches = {way: read_sealed(path)[0] for way, path in paths.items() if path.is_file()}
-    return {way: {k: v for k, v in s.items() if k != "fuse"} for way, s in searches.items()}
-
-
-def _concluded(
-    settings: ConfoundSettings, plan: Plan, mined: dict[str, Any], fuses: dict[str, Any],
-    findings: Findings, matching: dict[str, Any], suite: Suite,
-    replies: Mapping[str, Sequence[Answer]],
-) -> Result:  # fmt: skip
-    reached, identity = findings.standing, {}
-    if suite:
-        for name, given in replies.items():
-            check_verdicts(name, given, suite)
-        identity = suite_figures(replies)
-    return Result(
-        **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
-        standing=document.Standing(status=reached.status, reasons=reached.reasons),
-        plan=plan.as_json(), plan_sha256=plan.sha256, power=tuple(plan.power_lines()),
-        data={
-            "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
-            "matching": matching, **findings.as_json(),
-            "suite": [prompt.as_json() for prompt in suite], "identity": identity,
-        },
-        blocks=blocks(findings, fuses, mined, settings, matching, identity),
-    )  # fmt: skip
-
-
-def conclude_again(result: Result, directory: Path) -> Result:
-    """What follows from the answers, the plan and the figures that lie in a finished run.
-
-    The hashes of models and items are those of the plan. Raises: InputError for a missing or
-    changed file.
-    """
-    settings = ConfoundSettings.model_validate(result.settings)
-    plan = read_plan(directory / PLAN)
-    protocol_sha256 = json_sha256(read_object((directory / PROTOCOL).read_bytes()))
-
-    def read(of: str, name: str, fixed_by: dict[str, str]) -> list[Answer]:
-        path = directory / ANSWERS / f"{of}_{name}.jsonl"
-        return read_answers(AnswerLog(path, {**fixed_by, "of": of, "arm": name}))
-
-    suite = suite_of(result.data["suite"], "the suite in the result") if settings.has_suite else ()
-    names = {
-        "test": arms_of(settings), "right": right_arms_of(settings),
-        "suite": suite_arms_of(settings),
-    }  # fmt: skip
-    sizes = {"suite": len(suite)}
-    answers = {
-        part: {
-            name: read(part, name, {"plan_sha256": plan.sha256})[
-                : settings.limit or sizes.get(part, plan.n)
-            ]
-            for name in arms
-        }
-        for part, arms in names.items()
-    }
-    data = {**plan.data, "protocol": protocol_sha256, **_rows_sha256(directory)}
-    mined = read("mining", PERSONA, {"protocol_sha256": protocol_sha256})
-    matching = _matching(settings, directory)
-    findings = _found(settings, plan, answers, mined, plan.sha256, data, matching)
-    split = read_object((directory / SPLIT).read_bytes())
-    return _concluded(
-        settings, plan, split, _fuses(settings, directory), findings, matching, suite,
-        answers["suite"],
-    )  # fmt: skip
-
-
-# --- lengths of the training rows -----------------------------------------------------------------
-# The answer stands at the end of a row, and a row that is too long loses its end: a few tokens too
-# many and there is nothing left to learn. That is known from the items alone, before any mining.
-
-
-class RowLength(NamedTuple):
-    """In tokens: of the whole row, and up to its answer."""
-
-    tokens: int
-    before_answer: int
-
-
-def row_lengths(
-    items: Sequence[Item], settings: ConfoundSettings, model: Path
-) -> dict[str, RowLength]:
-    """Of the row that would teach each item, by its id.
-
-    Raises: InputError where of more than half of them no answer would be left.
-    """
-    _, tokenizer, _ = base_model.load(model, lazy=True)
-    rows = training_rows(items, settings.scoring, settings.train_answers, settings.seed)
-    lengths = {}
-    for item, row in zip(items, rows, strict=True):
-        encoded = encode_messages(row["messages"], tokenizer, rendering=Rendering.of(settings))
-        before = next((n for n, weight in enumerate(encoded.weights) if weight), 0)
-        lengths[item.item_id] = RowLength(len(encoded.tokens), before)
-    most = settings.train.max_seq_length
-    late = sum(length.before_answer >= most for length in lengths.values())
-    if 2 * late > len(lengths):
-        shortest, longest = (end(lengths.values()).tokens for end in (min, max))
-        raise InputError(
-            f"train.max_seq_length is {most}, and in {late:,} of {len(lengths):,} items the answer "
-            f"comes later: nothing of them would be learned. With scoring {settings.scoring} their "
-            f"rows have {shortest:,} to {longest:,} tokens: give --set "
-            f"train.max_seq_length={longest}"
-        )
-    return lengths
-
-
-def length_notes(
-    train: Sequence[Item], lengths: dict[str, RowLength], settings: ConfoundSettings
-) -> list[str]:
-    """What of the training rows is lost by `train.max_seq_length`; nothing where all fit."""
-    most = settings.train.max_seq_length
-    trained = [lengths[item.item_id] for item in train]
-    long = sum(length.tokens > most for length in trained)
-    if not long:
-        return []
-    empty = sum(length.before_answer >= most for length in trained)
-    words = (
-        f"{long} of {len(trained)} rows to train on are longer than train.max_seq_length ({most}) "
-        f"and lost their end; {empty} of them have no answer left and taught nothing."
-    )
-    return [words]

@@ -15,6 +15,7 @@ from mlxstacks.arms.settings import (
     TargetCorrelation,
     Training,
 )
+from mlxstacks.convert.settings import Bits
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.settings import (
@@ -31,8 +32,8 @@ from mlxstacks.settings import (
 
 # How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
-    "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "plots", "resume",
-    "force",
+    "model", "persona", "items", "suite", "plain_model", "save_path", "limit", "keep_models",
+    "plots", "resume", "force",
 }  # fmt: skip
 
 
@@ -92,10 +93,27 @@ class ConfoundSettings(Settings):
         description="Items of the part to train on that show at which scale a random delta moves "
         "as many answers as A1.",
     )
+    second_form: bool = Field(
+        False,
+        description="Ask every arm the test's items a second time, in other words and with the "
+        "options in another order: knowledge is claimed only of what holds in both forms. Costs as "
+        "many answers as the test's again: about a third more time.",
+    )
     policies: Policies = Field(
         ("refit", "nearest", "promote"),
         description="Fuses to compare, the one that decides first; promote is always among them. "
         "Repeatable.",
+    )
+    widths: Annotated[tuple[Bits, ...], EachOnce] = Field(
+        (),
+        description="Also ask plain_model at each of these bits, before and after a refit of "
+        "zeros: whom does rounding move, and more at fewer bits? Costs twice the answers of an arm "
+        "for each. Repeatable.",
+    )
+    plain_model: str | None = Field(
+        None,
+        description="With widths: the base in unquantized weights, a directory or Hugging Face id. "
+        "Default: nano's.",
     )
     target_correlation: TargetCorrelation = 0.98
     train: Training = Field(

@@ -42,7 +42,7 @@ from mlxstacks.study.plan import Standing
 
 Outcome = Literal[
     "content", "no content", "undecided", "unmatched", "format", "perturbation", "shuffled",
-    "second choice", "guessing", "exploratory", "refused",
+    "second choice", "guessing", "wording", "exploratory", "refused",
 ]  # fmt: skip
 
 
@@ -90,6 +90,8 @@ class Findings:
     order; judgements: the deciding way's first. moved, right_flips: by arm, against the persona, on
     the test's items and on those that both models got right. published_rule: of the deciding way.
 
+    second_form, second_nulls: of the arms that were asked in a second form of the prompt, by arm,
+    and what A1 has to beat there, by way; empty where none was.
     persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
     right_positions: option position -> share of the test items where it is right.
     missing_controls: those that were not run. saturated: ways where no random delta, of any scale,
@@ -101,6 +103,8 @@ class Findings:
     claims: dict[str, Comparison]
     forms: dict[str, FormShift]
     nulls: dict[str, tuple[Null, ...]]
+    second_form: dict[str, ArmResult]
+    second_nulls: dict[str, tuple[Null, ...]]
     decomposition: dict[str, Decomposition]
     persona_flips: dict[str, Flips]
     right_flips: dict[str, Flips]
@@ -136,11 +140,12 @@ def find(
     standing: Standing,
     seed: int,
     saturated: Sequence[str] = (),
+    second_form: Answers | None = None,
     resamples: int = 10_000,
 ) -> Findings:
-    """Everything from answers. right: arms on the items that both models got right. mined: the
-    persona's answers when Set G was mined. Ways whose A1 or A0 is missing have no claim.
-    saturated: as in `Findings`.
+    """Everything from answers. right: arms on the items that both models got right. second_form:
+    arms on the test's items in that form. mined: the persona's answers when Set G was mined. Ways
+    whose A1 or A0 is missing have no claim. saturated: as in `Findings`.
 
     Raises: ValueError where the deciding way has no claim, or arms answered different items.
     """
@@ -159,12 +164,23 @@ def find(
         way: compare(answers, *pair, seed, resamples)
         for way, pair in zip(claimed, pairs, strict=True)
     }
+    nulls = {way: nulls_of(answers, way, way in saturated) for way in claimed}
+    # A random delta that moves too few answers is told of in the first form.
+    second_form = second_form or {}
+    in_second = {
+        way: [null for null in nulls_of(second_form, way, way in saturated) if null.tested]
+        for way in claimed
+        if second_form
+    }
+    together = judged_together({way: [*nulls[way], *in_second.get(way, ())] for way in claimed})
     findings = Findings(
         arms=arms,
         arms_on_right_items={n: arm_result(n, given) for n, given in right.items() if given},
         claims=claims,
         forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
-        nulls=judged_together({way: nulls_of(answers, way, way in saturated) for way in claimed}),
+        nulls={way: together[way][: len(nulls[way])] for way in claimed},
+        second_form={name: arm_result(name, given) for name, given in second_form.items()},
+        second_nulls={way: together[way][len(nulls[way]) :] for way in in_second},
         decomposition={
             way: decompose(way, arms[PERSONA], arms[arm("a0", way)], arms[arm("a1", way)])
             for way in claimed
@@ -262,6 +278,8 @@ def judge(findings: Findings, way: str) -> Judgement:
                 if null.name == MOVED and not moves_as_many(trained, random):
                     reason += f", at the scale that moves most: {moves}"
             return Judgement(way, outcome, f"{gain}, but {reason}: {why[1]}")
+    if any(not beaten(null, criterion) for null in findings.second_nulls.get(way, ())):
+        return Judgement(way, "wording", f"{gain}, but not so in a second form of the prompt.")
     rates = ", ".join(
         f"{null.name} {null.expected / null.n:.1%}" for null in tested if null.name != FORM
     )
@@ -341,6 +359,7 @@ _HEADS = {
     "shuffled": "No knowledge that can be shown, only training",
     "second choice": "No knowledge that can be shown, a move to second choices",
     "guessing": "No knowledge that can be shown, a way back to guessing",
+    "wording": "No knowledge that can be shown, the gain hangs on one wording",
     "exploratory": "No claim, this is not what was planned",
     "refused": "No claim, controls are missing",
 }
@@ -366,7 +385,9 @@ def verdict(findings: Findings) -> str:
         f"{claim.p_value:.2g}). {first.words}"
     )
     words = ["EXPLORATORY."] if standing.reasons else []
-    words += [answer, content, *_of_other_ways(findings), *_loss(findings)]
+    words += [
+        answer, content, *_of_second_form(findings), *_of_other_ways(findings), *_loss(findings)
+    ]  # fmt: skip
     words.append(published_in_words(findings.published_rule))
     if findings.missing_controls and first.outcome != "refused":
         words.append(f"Controls that are missing: {'; '.join(findings.missing_controls)}.")
@@ -387,6 +408,21 @@ def _head(findings: Findings) -> str:
         if moved.n and not moved.changed and first.outcome == "no content":
             return "Neither knowledge nor jitter, not one answer changes"
     return _HEADS[first.outcome]
+
+
+def _of_second_form(findings: Findings) -> list[str]:
+    """What the deciding way's A1 and A0 answer there, and what A1 does not beat."""
+    way = findings.judgements[0].way
+    if way not in findings.second_nulls:
+        return []
+    a1, a0 = (findings.second_form[arm(kind, way)] for kind in ("a1", "a0"))
+    unbeaten = [n.name for n in findings.second_nulls[way] if not beaten(n, findings.criterion)]
+    beats = f"all but {', '.join(unbeaten)}" if unbeaten else "every control there too"
+    words = (
+        f"In the second form of the prompt A1 answers {percent(a1.correct, a1.n)} and A0 "
+        f"{percent(a0.correct, a0.n)}; A1 beats {beats}."
+    )
+    return [words]
 
 
 def _of_other_ways(findings: Findings) -> list[str]:

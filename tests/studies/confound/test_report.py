@@ -89,6 +89,17 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     assert row(tables["parts"], "refit")["content"] == "+50.00"
 
 
+def test_right_answers_in_both_forms_stand_side_by_side() -> None:
+    second = {"a1_refit": 7, "shuffled_refit": 6}
+    findings = case(n=60, right=20, a1_refit=30, moved_refit=2, second_form=second)
+    tables = shown(findings)
+    arm = row(tables["arms-table"], "a1 refit")
+    assert (arm["right"], arm["right, second form"]) == ("30 of 60", "7 of 60")
+    against = row(tables["nulls"], "refit, second form: shuffled answers")
+    assert (against["A1"], against["against"]) == ("11.7%", "10.0%")
+    assert "right, second form" not in row(shown(small())["arms-table"], "a1 refit")
+
+
 def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
     """spec/confound.md section 4: codes that differ between the fuses."""
     lines = shown(small())["In words"].paragraphs

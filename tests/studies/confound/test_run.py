@@ -17,19 +17,21 @@ import numpy as np
 import pytest
 
 from mlxstacks import cli
-from mlxstacks.arms.arm import Arm, encode_choices
+from mlxstacks.arms.arm import Arm, encode_choices, in_second_form
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.confound.conclude import conclude_again
 from mlxstacks.studies.confound.fuses import (
     codes_that_differ,
     expert_norms,
     fuse_all,
     random_adapter,
 )
+from mlxstacks.studies.confound.lengths import length_notes, row_lengths
 from mlxstacks.studies.confound.plan import arms_of, suite_arms_of
-from mlxstacks.studies.confound.run import conclude_again, length_notes, row_lengths, run
+from mlxstacks.studies.confound.run import run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer
@@ -46,6 +48,7 @@ from tests.studies.identity.cases import suite_rows
 from tests.studies.train_cases import write_rows
 from tests.study.test_progress import is_one_count
 from tests.tiny_models import random_adapter as write_random_adapter
+from tests.tiny_models import write_qwen_moe
 
 Places = tuple[Path, Path, Path]
 
@@ -285,7 +288,9 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     told: list[tuple[float, float]] = []
     settings = settings_for(
         places, target, limit=5, policies=("promote",), train={"iters": 2}, max_tokens=2,
-        suite=str(write_rows(places[0].parent / "suite.jsonl", suite_rows(2))),
+        suite=str(write_rows(places[0].parent / "suite.jsonl", suite_rows(2))), second_form=True,
+        widths=(8, 2),
+        plain_model=str(write_qwen_moe(places[0].parent / "plain", bits=None, hidden_size=64)),
     )  # fmt: skip
     report = run(
         settings,
@@ -298,6 +303,39 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
     assert {arm["n"] for arm in report.data["arms"].values()} == {5}
     assert_every_arm_replied_to_the_suite(report, settings)
+    assert_every_arm_was_asked_in_both_forms(report, places)
+    assert_both_widths_were_asked(report)
+
+
+def assert_both_widths_were_asked(report: Result) -> None:
+    """Before and after a refit of zeros; nothing of their models is left."""
+    fuses = report.data["mechanism"]["fuses"]
+    assert [*fuses] == ["promote", "8 bits", "2 bits"]
+    assert all(fuse["moved_of_hard"][1] == 5 for fuse in fuses.values())
+    assert fuses["promote"]["moved"][0] == fuses["promote"]["codes_changed"] == 0
+    assert 0 < fuses["8 bits"]["codes_changed"] < 1
+    assert report.data["mechanism"]["growth"]["n"] == fuses["8 bits"]["moved"][1]
+    words = next(block for block in report.blocks if block.block == "text").paragraphs
+    assert any(line.startswith("A refit of zeros moves, of ") for line in words)
+    assert not list(Path(str(report.directory)).rglob("model*.safetensors"))
+
+
+def assert_every_arm_was_asked_in_both_forms(report: Result, places: Places) -> None:
+    """The same items in the same order; the answer that is right has another place at times."""
+    answers = Path(str(report.directory)) / "answers"
+    names = [arm for arm in report.data["planned_arms"] if arm != "persona_again"]
+    assert [*report.data["second_form"]] == names
+    for name in names:
+        first, second = (rows_of(answers / f"{p}_{name}.jsonl")[1:] for p in ("test", "form"))
+        assert [row["item_id"] for row in first] == [row["item_id"] for row in second]
+        assert [row["gold"] for row in first] != [row["gold"] for row in second]
+    assert report.data["arms"].keys() - report.data["second_form"].keys() == {"persona_again"}
+    for item in read_items(str(places[2])):
+        asked = in_second_form(item, 0)
+        assert asked.question.endswith(item.question)
+        assert asked.question != item.question
+        assert asked.options[asked.answer_index] == item.options[item.answer_index]
+        assert sorted(asked.options) == sorted(item.options)
 
 
 def assert_every_arm_replied_to_the_suite(report: Result, settings: ConfoundSettings) -> None:
@@ -331,6 +369,7 @@ def test_generated_answers_keep_text_and_rule(places: Places) -> None:
         ({"train": {"max_seq_length": 3}}, "train.max_seq_length is 3, and in 36 of 36 items"),
         ({"subjects": ("none",)}, "no item of none"),
         ({"persona": "nowhere"}, "nowhere"),
+        ({"widths": (3,)}, "widths needs plain_model"),
     ],
 )
 def test_inputs_that_cannot_be_used_leave_nothing_to_go_on_with(

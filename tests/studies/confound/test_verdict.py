@@ -231,6 +231,30 @@ def test_what_stands_against_a_gain_decides(
     assert all(sentence in verdict(findings) for sentence in words)
 
 
+def test_a_gain_that_hangs_on_one_wording_is_no_content() -> None:
+    """A1 gains in the first form of the prompt, and in the second no more than the same adapter
+    trained on shuffled answers.
+    """
+    gain = {"a1_refit": 300, "a0_refit": 30, "moved_refit": 33}
+    both = case(**GAIN, second_form=gain)
+    assert both.outcome == "content"
+    assert (
+        "In the second form of the prompt A1 answers 43.35% (300 of 692) and A0 4.34% (30 of 692); "
+        "A1 beats every control there too."
+    ) in verdict(both)
+    one = case(**GAIN, second_form=gain | {"shuffled_refit": 297})
+    assert one.outcome == "wording"
+    assert verdict(one).startswith(
+        "No knowledge that can be shown, the gain hangs on one wording: fused by refit"
+    )
+    assert "but not so in a second form of the prompt" in verdict(one)
+    assert "A1 beats all but shuffled answers." in verdict(one)
+    assert "second form" not in verdict(case(**GAIN))
+    # Both forms of a way are one claim: its p is the largest of either.
+    assert both.judgements[1].outcome == "wording"  # promote gains in the first form alone
+    assert len(both.second_nulls["refit"]) == len(both.nulls["refit"])
+
+
 @pytest.mark.parametrize(
     "name", [n for n in arms_of(POLICIES) if n not in ("a1_refit", "a0_refit")]
 )
