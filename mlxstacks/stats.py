@@ -1,7 +1,7 @@
 """Statistics of reports: intervals, tests of two rates, pairs, several claims.
 
 Rates of the same items in two arms are compared by `mcnemar_exact_test` (pairs) and beside it by
-`two_proportion_z_test` (which knows no pairs); `bootstrap_difference` gives the interval.
+`two_proportion_z_test` (which knows no pairs); `paired_interval` gives the interval.
 """
 
 import math
@@ -278,42 +278,6 @@ def paired_interval(
     down = reach(right / n - first.low, second.high - other / n)
     up = reach(first.high - right / n, other / n - second.low)
     return Interval(max(-1.0, difference - down), min(1.0, difference + up), confidence)
-
-
-def bootstrap_difference(
-    first: Sequence[float],
-    second: Sequence[float],
-    *,
-    seed: int,
-    resamples: int = 10_000,
-    confidence: float = 0.95,
-) -> MeanInterval:
-    """Mean of second less first, item by item, with the percentile interval over resampled items.
-
-    first, second: one value an item (bool or number), in the same order of items.
-    Laws: the same seed gives the same interval; equal arms give an interval of no width.
-
-    Raises:
-        ValueError: no items, unequal lengths, a value that is not finite, fewer than 100
-            resamples, or confidence outside (0, 1).
-    """
-    import numpy as np
-
-    differences = np.array([float(b) - float(a) for a, b in zip(first, second, strict=True)])
-    if not differences.size or not np.isfinite(differences).all():
-        raise ValueError("need at least one pair of values, all finite")
-    if resamples < 100:
-        raise ValueError(f"got {resamples} resamples, need 100 or more")
-    _check_confidence(confidence)
-    random = np.random.default_rng(seed)
-    # A resample is how often each value occurs: a few counts instead of n numbers.
-    values, counts = np.unique(differences, return_counts=True)
-    drawn = random.multinomial(differences.size, counts / differences.size, size=resamples)
-    means = drawn @ values / differences.size  # (resamples,)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    # Summed in another order, equal differences may miss their mean by an ulp.
-    mean = float(counts @ values / differences.size)
-    return MeanInterval(mean, float(low), float(high), differences.size, confidence)
 
 
 def bootstrap_ratio(

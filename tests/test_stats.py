@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mlxstacks.stats import (
     ClusteredMean,
     binomial_test,
-    bootstrap_difference,
     clustered_mean,
     holm,
     mcnemar_exact_test,
@@ -190,41 +189,6 @@ def test_pairs_are_counted() -> None:
     assert (result.gained, result.lost) == (2, 1)
     with pytest.raises(ValueError, match=r"shorter|longer"):
         mcnemar_of_pairs([True], [True, False])
-
-
-def test_bootstrap_of_a_paired_difference() -> None:
-    """200 items, 30 gained and 10 lost: near Student's interval, and seeded."""
-    first = [False] * 130 + [True] * 70
-    second = [True] * 30 + [False] * 100 + [False] * 10 + [True] * 60
-    found = bootstrap_difference(first, second, seed=3)
-    assert (found.mean, found.n) == (pytest.approx(0.1), 200)
-    differences = [float(b) - float(a) for a, b in zip(first, second, strict=True)]
-    student = mean_interval(differences)
-    assert found.low == pytest.approx(student.low, abs=0.01)
-    assert found.high == pytest.approx(student.high, abs=0.01)
-    assert found == bootstrap_difference(first, second, seed=3)
-    # means of counts come in steps of 1/n, so the seed shows at an odd confidence only
-    others = {bootstrap_difference(first, second, seed=s, confidence=0.9999) for s in range(6)}
-    assert len(others) > 1
-    same = bootstrap_difference(first, first, seed=0)
-    assert (same.low, same.mean, same.high) == (0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "options"),
-    [
-        ([], [], {}),
-        ([1.0], [math.nan], {}),
-        ([1.0], [1.0, 2.0], {}),
-        ([1.0], [1.0], {"resamples": 10}),
-        ([1.0], [1.0], {"confidence": 1.0}),
-    ],
-)
-def test_impossible_bootstraps_are_refused(
-    first: list[float], second: list[float], options: dict[str, float]
-) -> None:
-    with pytest.raises(ValueError, match=r"got|need|zip"):
-        bootstrap_difference(first, second, seed=0, **options)  # type: ignore[arg-type]
 
 
 def test_holm_by_hand() -> None:

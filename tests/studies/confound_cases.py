@@ -94,6 +94,6 @@ def case(
     control = {name: answers_of(right, right) for name in right_arms_of(POLICIES) if right}
     return find(
         counted(counts), control, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
-        standing=standing or Standing(), seed=0, resamples=200,
+        standing=standing or Standing(),
         second_form=None if second_form is None else counted(second_form),
     )  # fmt: skip

@@ -13,13 +13,12 @@ from mlxstacks.stats import (
     ClusteredMean,
     Interval,
     McNemarTest,
-    MeanInterval,
     binomial_test,
-    bootstrap_difference,
     clustered_mean,
     holm,
     mcnemar_exact_test,
     mcnemar_of_pairs,
+    paired_interval,
     two_proportion_z_test,
     wilson_interval,
 )
@@ -73,7 +72,8 @@ def position_shares(places: Sequence[int | None]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Comparison:
     """An arm less its control. z, p_value: of the test of two proportions, which is the published
-    one. bootstrap: of the difference, over items. clustered: the same over subjects.
+    one. interval: of the difference, over items, by `paired_interval`; it has a width where no pair
+    differs. clustered: the same over subjects.
     """
 
     arm: str
@@ -85,22 +85,20 @@ class Comparison:
     z: float
     p_value: float
     mcnemar: McNemarTest
-    bootstrap: MeanInterval
+    interval: Interval
     clustered: ClusteredMean
 
 
-def compare(
-    answers: Answers, arm: str, control: str, seed: int, resamples: int = 10_000
-) -> Comparison:
+def compare(answers: Answers, arm: str, control: str) -> Comparison:
     """Raises: ValueError for arms that answered different items: such pairs are no pairs."""
     pairs = paired(answers, arm, control)
     right, control_right = [a.correct for a, _ in pairs], [c.correct for _, c in pairs]
     n, count, control_count = len(pairs), sum(right), sum(control_right)
     test = two_proportion_z_test(count, n, control_count, n)
+    mcnemar = mcnemar_of_pairs(control_right, right)
     return Comparison(
         arm, control, n, count, control_count, test.difference, test.z, test.p_value,
-        mcnemar_of_pairs(control_right, right),
-        bootstrap_difference(control_right, right, seed=seed, resamples=resamples),
+        mcnemar, paired_interval(count - mcnemar.gained, mcnemar.gained, mcnemar.lost, n),
         clustered_mean(
             [float(a) - float(c) for a, c in zip(right, control_right, strict=True)],
             [answer.subject for answer, _ in pairs],
@@ -244,21 +242,24 @@ def judged_together(nulls: Mapping[str, Sequence[Null]]) -> dict[str, tuple[Null
 
     A way shows content only where all of its nulls are rejected, so its p is the largest of theirs
     (an intersection-union test, which needs no correction within the way), 1 where one is not
-    beaten at all; Holm's rule over the ways corrects it, and its factor goes to each of the way's
-    nulls. Law: all nulls of a way are below alpha where its p by Holm is, and not else.
+    beaten at all; Holm's rule over the ways corrects it. Each null has what Holm's rule gives where
+    it stands for its way. Law: all nulls of a way are below alpha where its p by Holm is, and not
+    else.
     """
-    worst = {
-        way: max(1.0 if null.difference <= 0 else null.p_value for null in of_way)
+    worst = {way: max(map(_p_of_gain, of_way)) for way, of_way in nulls.items()}
+    place = {way: number for number, way in enumerate(worst)}
+
+    def adjusted(way: str, null: Null) -> float:
+        return holm([*(worst | {way: _p_of_gain(null)}).values()])[place[way]]
+
+    return {
+        way: tuple(replace(null, p_adjusted=adjusted(way, null)) for null in of_way)
         for way, of_way in nulls.items()
     }
-    factors = [
-        adjusted / plain if plain else 1.0
-        for plain, adjusted in zip(worst.values(), holm([*worst.values()]), strict=True)
-    ]
-    return {
-        way: tuple(replace(n, p_adjusted=min(1.0, n.p_value * factor)) for n in of_way)
-        for (way, of_way), factor in zip(nulls.items(), factors, strict=True)
-    }
+
+
+def _p_of_gain(null: Null) -> float:
+    return null.p_value if null.difference > 0 else 1.0
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def concluded(
     fuses, matching = fuses_in(settings, work), _matching(settings, work)
     findings = find(
         answers["test"], answers["right"], mined, ways=settings.ways,
-        criterion=Criterion(settings.least_gain, settings.alpha), seed=settings.seed,
+        criterion=Criterion(settings.least_gain, settings.alpha),
         second_form=answers["form"],
         standing=standing(plan, Evidence(plan_sha256, items, data, (settings.seed,))),
         saturated=[

@@ -80,7 +80,7 @@ def _share(arm: ArmResult) -> tuple[float, float, float]:
 
 
 def _gain(claim: Comparison) -> tuple[float, float, float]:
-    return claim.difference, claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
+    return claim.difference, claim.interval.low, claim.interval.high
 
 
 def _clustered(claim: Comparison) -> tuple[float, float, float] | None:
@@ -128,7 +128,7 @@ def _content_plot(findings: Findings) -> Plot:
     return Plot(
         id="content", title=title, kind="intervals", categories=tuple(claims),
         series=(_series("A1 - A0", [_gain(claim) for claim in claims.values()]),),
-        x_label="percentage points, bootstrap 95% interval", form="{:.1f}",
+        x_label="percentage points, 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
         alt=f"{title}, percentage points: {points}.",
     )  # fmt: skip
@@ -211,7 +211,8 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
     yield Table.of(
         "claims", "Content: A1 - A0", columns, rows,
         caption="Content is the paper's name for A1 - A0; whether it is knowledge, the table below "
-        "decides. Over subjects: by errors clustered over them, too small where they are few. z: "
+        "decides. 95%: Newcombe's interval of paired rates, whose upper end tells no content from "
+        "undecided. Over subjects: by errors clustered over them, too small where they are few. z: "
         "test of two proportions, the published one; McNemar: exact, on pairs of "
         "answers. All, Holm: the largest p of all that A1 has to beat (below), adjusted for all "
         "policies together.",
@@ -252,10 +253,11 @@ def _null_table(findings: Findings) -> Table:
     n = min(arm.n for arm in findings.arms.values())
     return Table.of(
         "nulls", "What A1 has to beat", columns, rows,
-        caption="McNemar's exact test on pairs of answers; guessing by the binomial test. Form: A0 "
-        "among the items that both answer in form, where some are not. A policy shows content "
-        "where all of its rows have p (all, Holm) below alpha. Without p: not tested, the random "
-        f"delta moves too few answers to be a control. All {share_note(n)}.",
+        caption="McNemar's exact test on pairs of answers; guessing by the binomial test, against "
+        "the rate of any option, or of A1's own choice of places if that is more. Form: A0 among "
+        "the items that both answer in form, where some are not. A policy shows content where all "
+        "of its rows have p (all, Holm) below alpha. Without p: not tested, the random delta moves "
+        f"too few answers to be a control. All {share_note(n)}.",
     )  # fmt: skip
 
 

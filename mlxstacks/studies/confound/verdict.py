@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mlxstacks.stats import paired_interval, two_proportion_z_test, wilson_interval
+from mlxstacks.stats import two_proportion_z_test, wilson_interval
 from mlxstacks.studies.confound.analysis import (
     FORM,
     GUESSING,
@@ -55,9 +55,12 @@ class Criterion:
     least_gain: float
     alpha: float
 
-    def passes(self, null: Null) -> bool:
+    def is_large(self, null: Null) -> bool:
         # 35 of 700 is five points though the two floats differ.
-        return null.difference >= self.least_gain - 1e-12 and null.rejected(self.alpha)
+        return null.difference >= self.least_gain - 1e-12
+
+    def passes(self, null: Null) -> bool:
+        return self.is_large(null) and null.rejected(self.alpha)
 
     def in_words(self) -> str:
         return f"at least {100 * self.least_gain:g} points with p < {self.alpha:g}"
@@ -138,10 +141,8 @@ def find(
     ways: Sequence[str],
     criterion: Criterion,
     standing: Standing,
-    seed: int,
     saturated: Sequence[str] = (),
     second_form: Answers | None = None,
-    resamples: int = 10_000,
 ) -> Findings:
     """Everything from answers. right: arms on the items that both models got right. second_form:
     arms on the test's items in that form. mined: the persona's answers when Set G was mined. Ways
@@ -160,10 +161,7 @@ def find(
     right_flips = {
         name: flips(right.get(PERSONA, ()), given) for name, given in right.items() if given
     }
-    claims = {
-        way: compare(answers, *pair, seed, resamples)
-        for way, pair in zip(claimed, pairs, strict=True)
-    }
+    claims = {way: compare(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)}
     nulls = {way: nulls_of(answers, way, way in saturated) for way in claimed}
     # A random delta that moves too few answers is told of in the first form.
     second_form = second_form or {}
@@ -245,15 +243,18 @@ def judge(findings: Findings, way: str) -> Judgement:
         if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
             more = f" McNemar's test alone sees {direction} right answers, too few to count."
-        reach = largest_gain(claim)
-        if reach >= criterion.least_gain:
-            words = (
-                f"That is not {criterion.in_words()}, but {claim.n} items leave room for a gain of "
-                f"up to {100 * reach:.1f} points (95%).{more}"
+        reach = claim.interval.high
+        least = f"{100 * criterion.least_gain:g} points"
+        short = f"That is less than {least}"
+        if criterion.is_large(zero):
+            adjusted = ", adjusted for all policies," * (zero.p_adjusted != zero.p_value)
+            short = (
+                f"That is at least {least}, but p = {zero.p_adjusted:.2g}{adjusted} is too large"
             )
+        if reach >= criterion.least_gain:
+            words = f"{short}; {claim.n} items leave room for {100 * reach:.1f} points.{more}"
             return Judgement(way, "undecided", words)
-        words = f"That is not {criterion.in_words()}: {100 * reach:+.1f} points at most (95%)."
-        return Judgement(way, "no content", words + more)
+        return Judgement(way, "no content", f"{short}, with 95% confidence.{more}")
     gain = f"That is {criterion.in_words()}"
     if findings.missing_controls:
         missing = "; ".join(findings.missing_controls)
@@ -325,12 +326,6 @@ _EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
 }  # fmt: skip
 
 
-def largest_gain(claim: Comparison) -> float:
-    """The upper end of the 95% interval of A1 - A0, which has a width where no pair differs."""
-    gained, lost = claim.mcnemar.gained, claim.mcnemar.lost
-    return paired_interval(claim.count - gained, gained, lost, claim.n).high
-
-
 def _of_form(form: FormShift, null: Null, n: int) -> str:
     """A gain of letters found, not of right ones among those found."""
     among = "no item is answered so by both"
@@ -375,7 +370,7 @@ def verdict(findings: Findings) -> str:
         f"{percent(claim.count, claim.n)} of what base and persona got wrong, its zero-delta "
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
-    low, high = claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
+    low, high = claim.interval.low, claim.interval.high
     adjusted, zero = "", findings.nulls[first.way][0]
     if zero.p_adjusted != zero.p_value:
         adjusted = f", {zero.p_adjusted:.2g} adjusted for all policies"
@@ -488,7 +483,7 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
     rates = f"A0 fixes {percent(wrong.fixed, wrong.n)} and breaks {percent(right.broken, right.n)}"
     test = two_proportion_z_test(wrong.fixed, wrong.n, right.broken, right.n)
     if test.p_value >= alpha:
-        return f"{rates}: symmetric as far as can be seen, so noise."
+        return f"{rates}: no asymmetry shown (p = {test.p_value:.2g}), as noise would."
     if test.difference < 0:
         return (
             f"{rates}: more broken than fixed (p = {test.p_value:.2g}), so damage, as answers that "

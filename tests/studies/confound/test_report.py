@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.stats import ClusteredMean, MeanInterval, share_note
+from mlxstacks.stats import ClusteredMean, Interval, share_note
 from mlxstacks.studies.confound.report import blocks
 from mlxstacks.studies.confound.verdict import Findings
 from mlxstacks.study.document import Plot, Table, Text
@@ -61,7 +61,7 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     claim = replace(
         claim, count=30, control_count=0, p_value=0.02,
         mcnemar=replace(claim.mcnemar, p_value=0.06),
-        bootstrap=MeanInterval(0.5, 0.012, 0.345, 60, 0.95),
+        interval=Interval(0.012, 0.345, 0.95),
         clustered=ClusteredMean(0.5, 0.1, 0.9, 0.03, 3),
     )  # fmt: skip
     tables = shown(replace(findings, claims={**findings.claims, "refit": claim}))
