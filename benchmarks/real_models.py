@@ -9,7 +9,7 @@ MLX's own grids of 4 and 3 bits; `policies` puts one adapter into the model unde
 beside the adapter unfused, the zero-delta control and a random delta of equal norm in each module;
 `grid` writes the model on MLX's grid, for policies there.
 Every model computes in float32 with the values that are stored. Text is read token by token with
-the right tokens before it. KL is in nats a token. Intervals hold 95%: of KL and loss by drawing
+the right tokens before it. KL is in nats per token. Intervals hold 95%: of KL and loss by drawing
 texts again, of shares by Wilson. A finished arm is a file in --save-path, and is not made again:
 options.json there holds what it depends on, and other options are refused.
 """

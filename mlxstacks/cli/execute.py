@@ -84,7 +84,7 @@ def _say_what_is_kept(resolved: Resolved) -> None:
     work = work_path(resolved.target)
     if work.is_dir():
         output.note(  # below the terminal's ^C
-            f"\nWhat was done is kept in {work}: the same command resumes; with "
+            f"\nWhat was saved is kept in {work}: the same command resumes; with "
             "--no-resume it starts again."
         )
 

@@ -287,6 +287,11 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
         empty = "validation" if train else "training"
         keys = {split_key(row, settings) for row in rows}
         what = "rows" if settings.split_by == "row" else "prompts or passages"
+        if len(keys) < 2:
+            raise InputError(
+                f"domain {name}: has {len(keys)} different {what} in {len(rows)} rows; it needs 2 "
+                "at least: one to train on, one to validate with"
+            )
         name_set = "validation_rows" if settings.validation_rows else "validation_fraction"
         raise InputError(
             f"domain {name}: {name_set} {getattr(settings, name_set)} leaves no {empty} row of "

@@ -233,7 +233,7 @@ def replaced_domain(
 ) -> Manifest:
     """The manifest with a domain trained again in its place, and later ones marked.
 
-    rows: new rows of the matrix. before, after: prefix losses of later domains, nats a token. A
+    rows: new rows of the matrix. before, after: prefix losses of later domains, nats per token. A
     later domain is marked (`prefix_changed`) where it was trained on stacks that are replaced, or
     its loss moved by more than `moved_above`.
     """

@@ -52,7 +52,7 @@ class FuseSettings(Settings):
     target_kl: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="Let auto choose bits by behaviour: the fewest bytes whose next tokens are so "
-        "close to the unfused adapter's (KL, nats a token; on the rows of the judge). Takes two "
+        "close to the unfused adapter's (KL, nats per token; on the rows of the judge). Takes two "
         "passes of the loaded model over some of them for each module.",
     )
     fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(

@@ -110,7 +110,7 @@ class GuardReport:
     def failed_gate(self) -> str | None:
         if self.outcome != "refused" or self.settings["force"]:
             return None
-        return f"{self.verdict} (--force runs all the same)"
+        return f"{self.verdict} (--force ends with 0 all the same)"
 
     @property
     def apply(self) -> dict[str, Any]:
@@ -152,11 +152,14 @@ def verdict_of(limit: Limit, buffers: int, nbytes: int | None) -> str:
     """What the numbers mean, in a sentence."""
     by_count = buffers / limit.buffers
     words = f"{buffers:,} live buffers are {by_count:.0%} of the limit of {limit.buffers:,}"
-    if nbytes is not None:
-        words += f"; {bytes_in_words(nbytes)}"
-        if limit.nbytes:
-            words += f" are {nbytes / limit.nbytes:.0%} of {bytes_in_words(limit.nbytes)}"
-    opening = {"fits": "fits", "tight": "fits, but not with ease", "refused": "does not fit"}
+    what = "fits"
+    if nbytes is not None and limit.nbytes:
+        share = f"{nbytes / limit.nbytes:.0%} of {bytes_in_words(limit.nbytes)}"
+        words += f"; {bytes_in_words(nbytes)} are {share}"
+    elif nbytes is not None:
+        what = "the buffers fit"
+        words += f"; {bytes_in_words(nbytes)} of memory, compared with nothing here"
+    opening = {"fits": what, "tight": f"{what}, but not with ease", "refused": "does not fit"}
     return f"{opening[outcome_of(share_of(limit, buffers, nbytes))]}: {words}"
 
 

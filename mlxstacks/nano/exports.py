@@ -201,7 +201,7 @@ def measured_table(manifest: Mapping[str, Any]) -> Table:
     columns: Columns = {"model": "text", **dict.fromkeys(domains, loss), "accuracy": "share"}
     return Table.of(
         "measured",
-        f"Loss in nats a token, and accuracy on {choices} choices (95% interval)",
+        f"Loss in nats per token, and accuracy on {choices} choices (95% interval)",
         columns,
         rows,
     )

@@ -161,7 +161,7 @@ def read_gaps(path: str | Path) -> GapEvents:
 
 
 def is_loss_gap(base_loss: float, best_loss: float, threshold: float = 0.01) -> bool:
-    """Whether no combination of domains lowers the loss of an answer, in nats a token, by
+    """Whether no combination of domains lowers the loss of an answer, in nats per token, by
     `threshold`: the test where an answer is known (`route.decide` has the one on scores).
     best_loss: of the best combination.
     """

@@ -131,12 +131,14 @@ class Result(Document):
         return self.model_copy(update={"seal": self.digest()})
 
     @classmethod
-    def open(cls, path: str | Path) -> "Result":
+    def open(cls, path: "str | Path | Result") -> "Result":
         """The result in a directory, or in a file: EXPLORATORY, with the reasons, where the
         document, its plan or a file behind it is not what it was when it was made.
 
         Raises: InputError: no result of this version.
         """
+        if isinstance(path, Result):
+            path = path.directory or ""
         file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
         return cls.read(file).checked(file.parent)
 

@@ -82,7 +82,7 @@ class DomainJob:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What came of a round; losses are validation losses in nats a token.
+    """What came of a round; losses are validation losses in nats per token.
 
     loss_trained: of the best weights before they were frozen; loss_after: of the frozen stack.
     ended: why training stopped before its last step, or None. last: why no round follows, or None.

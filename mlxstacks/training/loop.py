@@ -33,7 +33,7 @@ Weights = dict[str, mx.array]
 
 @dataclass
 class BestSnapshot:
-    """loss: the lowest so far, in nats a token; step: when; weights: of that moment; without_gain:
+    """loss: the lowest so far, nats per token; step: when; weights: of that moment; without_gain:
     evaluations since.
     """
 
@@ -85,7 +85,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Validation:
-    """loss_of: validation loss of a model, in nats a token. every: steps between evaluations; one
+    """loss_of: validation loss of a model, in nats per token. every: steps between evaluations; one
     before the first step and one after the last are made too.
     """
 

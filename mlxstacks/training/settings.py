@@ -127,7 +127,9 @@ class TrainSettings(Settings):
     )
     steps_per_report: int = Field(10, ge=1, description="Batches between lines of the log.")
     steps_per_eval: int = Field(200, ge=1, description="Batches between evaluations.")
-    save_every: int = Field(100, ge=1, description="Batches between saved states.")
+    save_every: int = Field(
+        100, ge=1, description="Batches between saved states; a state is also saved every minute."
+    )
     patience: int | None = Field(
         None, ge=1, description="Stop after so many evaluations without a new best."
     )
@@ -314,7 +316,9 @@ class StackRunSettings(Settings):
     )
     steps_per_report: int = Field(10, ge=1, description="Batches between lines of the log.")
     steps_per_eval: int = Field(50, ge=1, description="Batches between evaluations.")
-    save_every: int = Field(100, ge=1, description="Batches between saved states.")
+    save_every: int = Field(
+        100, ge=1, description="Batches between saved states; a state is also saved every minute."
+    )
     spike_threshold: float = Field(
         0.1, gt=0, description="End a round when the loss is this far above its best."
     )

@@ -42,7 +42,7 @@ def test_evaluate(places: Places, work_dir: Path, command: Run) -> None:
     code, out, err = command("route", "evaluate", *options)
     assert code == 0, err
     for words in (
-        "Loss, nats a token",
+        "Loss, nats per token",
         "Difference to ungated",
         "unseen gamma",
         "Verdict: Against the base routing",

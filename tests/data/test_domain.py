@@ -268,8 +268,12 @@ def test_the_code_filter(tmp_path: Path) -> None:
         ("", {}, r"domain d: .*d\.jsonl: no rows"),
         ('{"text": "a"}\n{"text": 3}\n', {}, r"domain d: .*d\.jsonl, line 2: text is int"),
         ('{"body": "a"}\n', {}, r"d\.jsonl, line 1: no format fits the keys"),
-        ('{"text": "a"}\n', {"validation_rows": 1}, "leaves no training row of 1"),
-        ('{"text": "a"}\n', {}, "leaves no .* row of 1 .*set validation_rows"),
+        (
+            '{"text": "a"}\n',
+            {"validation_rows": 1},
+            "1 different prompts or passages in 1 rows; it needs 2",
+        ),
+        ('{"text": "a"}\n', {}, "it needs 2 at least: one to train on"),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ def chat(dense: tuple[Any, Any]) -> list[int]:
 
 
 def loss(model: nn.Module, ids: list[int]) -> float:
-    """Mean negative log-likelihood of a text, nats a token."""
+    """Mean negative log-likelihood of a text, nats per token."""
     logits = model(mx.array([ids[:-1]]))
     return float(nn.losses.cross_entropy(logits, mx.array([ids[1:]]), reduction="mean").item())
 

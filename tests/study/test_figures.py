@@ -41,7 +41,7 @@ def plots() -> Mapping[str, Plot]:
     return {
         "legend": plot_of(
             "points", [Series(label=name, x=(0.0, 1.0), y=(2.0, 1.0)) for name in names],
-            x_label="step", y_label="loss, nats a token",
+            x_label="step", y_label="loss, nats per token",
         ),
         "ticks": plot_of(
             "heat map", [Series(label="base", y=(1.0,) * 5)], categories=names, x_label="x",

@@ -122,7 +122,7 @@ def kl() -> Plot:
     ]
     return Plot(
         id="kl", title="KL of a choice between two tokens", kind="lines", series=tuple(series),
-        x_label="chance that the changed model gives the same token", y_label="KL, nats a token",
+        x_label="chance that the changed model gives the same token", y_label="KL, nats per token",
         alt="KL divergence between two chances of a token: 0 where they are equal, 0.02 from 50% "
         "to 40%, 0.37 from 90% to 50%, without bound towards 0 and 1.",
     )  # fmt: skip

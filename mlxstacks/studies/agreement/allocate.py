@@ -196,7 +196,7 @@ def blocks(allocation: Allocation, target: float) -> tuple[Block, ...]:
         chosen = [o for o in allocation.options.values() if o.decision.bits == bits]
         rows.append((bits, count, sum(o.nbytes for o in chosen), sum(o.kl for o in chosen)))
     chosen_table = Table.of(
-        "target-kl", f"Bits for a KL of {target:g} nats a token",
+        "target-kl", f"Bits for a KL of {target:g} nats per token",
         {"bits": "count", "modules": "count", "size": "bytes", "KL": ("number", 5)}, rows,
         caption="KL: what each of these modules makes alone, summed.",
     )  # fmt: skip
@@ -211,7 +211,7 @@ def blocks(allocation: Allocation, target: float) -> tuple[Block, ...]:
     measured = sorted(allocation.rounds)
     plot = Plot(
         id="kl-by-bytes", title="KL by bytes of the fused modules", kind="lines",
-        x_label="MB", y_label="KL, nats a token",
+        x_label="MB", y_label="KL, nats per token",
         series=(
             Series(label="estimated", x=sizes, y=tuple(kl for _, kl in drawn)),
             Series(

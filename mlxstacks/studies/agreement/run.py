@@ -31,7 +31,7 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.stats import bootstrap_ratio
+from mlxstacks.stats import bootstrap_ratio, wilson_interval
 from mlxstacks.studies.agreement.settings import AgreementSettings
 from mlxstacks.study.document import Block, Cell, Kind, Plot, Series, Standing, Table
 from mlxstacks.study.engine import Step, Study, run_study
@@ -89,6 +89,7 @@ class _Agreement(Study):
         data = user_path(settings.data) if settings.data else JUDGE
         self.records = read_records(data)
         directories = [resolve_model(str(settings.model)), *map(resolve_model, settings.other)]
+        _check_tokenizers(directories, self.records)
         prints = [fingerprint(open_checkpoint(path)) for path in dict.fromkeys(directories)]
         adapters = [
             file_sha256(path)
@@ -146,6 +147,27 @@ class _Agreement(Study):
     def _agree(self, reference: Reference, name: str, path: str, file: str, out: Path) -> None:
         model, _ = self._load(resolve_model(path))
         agree(model, reference, self.whole.part(1, name)).save(out / file)
+
+
+def _check_tokenizers(models: Sequence[Path], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: InputError: a model's tokenizer reads the rows otherwise than the first one's."""
+    vocabularies = {path: path / "tokenizer.json" for path in models}
+    known = {
+        path: file.read_bytes() if file.is_file() else b"" for path, file in vocabularies.items()
+    }
+    first = models[0]
+    texts = [str(value)[:2_000] for record in records for value in record.values()]
+    for path in known.keys() - {first}:
+        if known[path] and known[path] == known[first]:
+            continue
+        one, other = (base_model.load(model, lazy=True)[1] for model in (first, path))
+        for text in texts:
+            ids, other_ids = (tokenizer.encode(text) for tokenizer in (one, other))
+            if ids != other_ids:
+                raise InputError(
+                    f"{path}: reads {text[:40]!r} as {len(other_ids)} tokens that are not the "
+                    f"{len(ids)} of {first}; compare models of one tokenizer"
+                )
 
 
 def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ...] = ()) -> Result:
@@ -239,6 +261,8 @@ def figures_of(agreement: Agreement) -> dict[str, Figures]:
             interval = bootstrap_ratio(
                 sums.tolist(), counts[counts > 0].tolist(), seed=_RESAMPLES_SEED
             )
+            if figure == "agreement" and interval.low == interval.high:  # in every passage the same
+                interval = wilson_interval(int(sums.sum()), int(chosen.sum()))
             parts[figure] = float(values[chosen].mean(dtype=np.float64))
             parts[f"{figure}_interval"] = [interval.low, interval.high]
         parts["kl_p99_nats"] = float(np.quantile(agreement.kl[chosen], 0.99))
@@ -266,7 +290,7 @@ def verdict(figures: dict[str, dict[str, Figures]]) -> str:
 
 def in_words(parts: Figures) -> str:
     low, high = parts["agreement_interval"]
-    kl = f"KL {parts['kl_nats']:.4f} nats a token"
+    kl = f"KL {parts['kl_nats']:.4f} nats per token"
     if parts["agreement"] == 1:
         return f"the same next token in all of {parts['positions']:,}, {kl}"
     return (
@@ -297,10 +321,10 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
     values = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, kl, strict=True))
     title = "KL from the reference"
     plot = Plot(
-        id="kl", title=title, kind="intervals", categories=names, x_label="KL, nats a token",
+        id="kl", title=title, kind="intervals", categories=names, x_label="KL, nats per token",
         series=(Series(label="KL", y=tuple(kl), low=tuple(e[0] for e in ends),
                        high=tuple(e[1] for e in ends)),),
-        references={"the same": 0.0}, alt=f"{title}, nats a token: {values}.",
+        references={"the same": 0.0}, alt=f"{title}, nats per token: {values}.",
     )  # fmt: skip
     return *tables, plot
 
@@ -310,7 +334,7 @@ def agreement_table(
 ) -> Table:
     """A row a model: figures of one kind of passages; folded: with the change of the loss."""
     columns: dict[str, Kind | tuple[Kind, int]] = {
-        "model": "text", "same next token": "share", "KL, nats a token": ("number", 4),
+        "model": "text", "same next token": "share", "KL, nats per token": ("number", 4),
         "KL, 99th percentile": ("number", 3),
     }  # fmt: skip
     names = ["agreement", "kl_nats"]

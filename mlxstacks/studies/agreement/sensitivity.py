@@ -44,7 +44,7 @@ Swap = Callable[[Module, Fused], Any]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A module at a width: its bytes, and the KL that it alone makes, in nats a token.
+    """A module at a width: its bytes, and the KL that it alone makes, in nats per token.
 
     terms: (K,) float64 with kl = 1/2 |terms|^2, which add where modules are changed together; None
         where KL was measured.

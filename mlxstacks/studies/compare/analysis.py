@@ -8,7 +8,7 @@ seed, with Student's interval over seeds. Only the primary measure is judged:
     no difference shown   the whole interval lies inside the margin
     undecided             anything else: too few seeds, a cell without a result, unequal steps
 
-Measures of a cell, from the result of its run of `stack`, in nats a token; means over domains,
+Measures of a cell, from the result of its run of `stack`, in nats per token; means over domains,
 followed by the values of each:
 
     task_loss         validation loss of each domain right after its training, with the stacks up
@@ -390,4 +390,4 @@ def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
                 for domain, i in domains.items()
             )
         sentences.append(f"{words}.")
-    return f"{' '.join(sentences)} What counts is {settings.margin:g} nats a token."
+    return f"{' '.join(sentences)} What counts is {settings.margin:g} nats per token."

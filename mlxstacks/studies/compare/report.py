@@ -63,12 +63,12 @@ def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Ite
             low=tuple(interval.low for interval in judged.values()),
             high=tuple(interval.high for interval in judged.values()),
         ),),
-        x_label="difference to the control, nats a token",
+        x_label="difference to the control, nats per token",
         references={
             "no difference": 0.0, "what counts as better": -settings.margin,
             "what counts as worse": settings.margin,
         },
-        alt=f"{title}, nats a token, with intervals: {words}.",
+        alt=f"{title}, nats per token, with intervals: {words}.",
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
         title = f"Validation loss of {domain}, mean over seeds"
         yield Plot(
             id=f"curves-{place + 1}", title=title, kind="lines", series=tuple(series),
-            x_label="step", y_label="nats a token", alt=f"{title}; at the end {ends}.",
+            x_label="step", y_label="nats per token", alt=f"{title}; at the end {ends}.",
         )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _tables_of_all(settings: CompareSettings, results: Sequence[ArmResult]) -> I
     seeds, arms = len(settings.seeds), [result.arm for result in results]
     yield Table.of(
         "losses", f"Losses, means over {seeds} seed{'s' if seeds > 1 else ''}",
-        {"nats a token": "text", **dict.fromkeys(arms, ("number", 4))},
+        {"nats per token": "text", **dict.fromkeys(arms, ("number", 4))},
         [[label, *(_cell(result.means.get(name)) for result in results)]
          for name, label in _measures(results)],
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _arm_tables(
     difference = f"mean ({settings.confidence:.0%} interval)"
     yield Table.of(
         f"arm-{place}", f"{result.arm} - {control.arm}, paired by seed",
-        {"nats a token": "text", difference: "change", "n": "count"},
+        {"nats per token": "text", difference: "change", "n": "count"},
         [(label, _cell(interval), interval.n)
          for name, label in _measures([result])
          if name != "balance_loss" and (interval := result.differences.get(name)) is not None],

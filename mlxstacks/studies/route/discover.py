@@ -498,7 +498,7 @@ def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
     )  # fmt: skip
     yield interval_plot(
         "gains", "What the best set of stacks takes off the loss",
-        {row["label"]: row["gain"] for row in oracle}, "gain, nats a token (right is better)",
+        {row["label"]: row["gain"] for row in oracle}, "gain, nats per token (right is better)",
         references={"no gain": 0.0},
     )  # fmt: skip
 

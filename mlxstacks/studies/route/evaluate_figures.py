@@ -326,7 +326,7 @@ def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
     )  # fmt: skip
     yield Table.of(
         "every-difference", "Every difference between modes, same tokens",
-        {"mode": "text", "less": "text", "prompts": "text", "nats a token": ("change", 3)},
+        {"mode": "text", "less": "text", "prompts": "text", "nats per token": ("change", 3)},
         (
             (_words(mode), _words(to), group, cell(estimate))
             for to, matrix in data["differences"].items()
@@ -344,18 +344,18 @@ def _loss_blocks(data: Mapping[str, Any]) -> Iterator[Block]:
     columns: Columns = {
         "prompts": "text", "rows": "count", **{_words(mode): ("number", 3) for mode in modes}
     }  # fmt: skip
-    yield Table.of("losses", "Loss, nats a token", columns, (
+    yield Table.of("losses", "Loss, nats per token", columns, (
         (group, count, *(row.get(group, {}).get("value") for row in modes.values()))
         for group, count in groups.items()
     ))  # fmt: skip
     yield interval_plot(
         "modes", "Loss in each mode, mean over domains",
-        {mode: row[ALL] for mode, row in modes.items()}, "loss, nats a token",
+        {mode: row[ALL] for mode, row in modes.items()}, "loss, nats per token",
     )  # fmt: skip
     yield interval_plot(
         "differences", "Difference to the base, same tokens, mean over domains",
         {mode: row[ALL] for mode, row in data["differences"]["base"].items()},
-        "difference, nats a token (left is better)", references={"no difference": 0.0},
+        "difference, nats per token (left is better)", references={"no difference": 0.0},
         form="{:.2f}",
     )  # fmt: skip
     for to, matrix in data["differences"].items():
@@ -397,7 +397,7 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
               *(cell(found["losses"][mode].get(ALL)) for mode in ("routed", "routed_hard")))
              for name, found in compared],
             caption="Exact set: just the domains of the label are on, a share of all rows. Losses: "
-            "nats a token, mean over domains; below 0 is better. 95% intervals over rows.",
+            "nats per token, mean over domains; below 0 is better. 95% intervals over rows.",
         )  # fmt: skip
     if data["over_routers"]:
         yield Table.of(

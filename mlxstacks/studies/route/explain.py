@@ -76,7 +76,7 @@ def _losses(
     settings: RouteExplainSettings, served: Served, router: PromptRouter, route: Route, row: Row
 ) -> dict[str, Any]:
     """losses: base, every domain alone, routed, all, oracle, in this order (a domain may have one
-    of these names too), in nats a token. oracle: domains of the best set that the search finds.
+    of these names too), in nats per token. oracle: domains of the best set that the search finds.
     """
     header = router.header
     losses = RowLosses(served, [row], batch_tokens=choose_batch_tokens(header.input_dims))
@@ -139,6 +139,6 @@ def _loss_table(data: Mapping[str, Any]) -> Table:
     for row in data["losses"]:
         weights = ", ".join(f"{name} {weight:.2f}" for name, weight in row["weights"].items())
         rows.append((row["name"], row["loss"], row["difference_to_base"], weights or "none"))
-    return Table.of("losses", "The answer, nats a token", {
+    return Table.of("losses", "The answer, nats per token", {
         "set": "text", "loss": ("number", 3), "to base": ("change", 3), "weights": "text"
     }, rows)  # fmt: skip

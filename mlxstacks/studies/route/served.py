@@ -241,7 +241,7 @@ class RowLosses(CandidateLosses):
         )  # fmt: skip
 
     def of(self, pairs: Sequence[tuple[int, Mapping[str, float]]]) -> list[float]:
-        """[(number of the row, weights of the domains that are on)] -> mean nats a token."""
+        """[(number of the row, weights of the domains that are on)] -> mean nats per token."""
         return self([candidate(number, weights) for number, weights in pairs])
 
     def search(self, rules: Rules, numbers: Sequence[int]) -> list[Found]:

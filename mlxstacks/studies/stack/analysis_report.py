@@ -266,7 +266,7 @@ def _loss_plots(domains: Sequence[Figures]) -> Iterator[Plot]:
                     Series(label=name, x=tuple(x for x, _ in line), y=tuple(y for _, y in line))
                     for name, line in lines.items()
                 ),
-                x_label=x_label, y_label="validation loss, nats a token",
+                x_label=x_label, y_label="validation loss, nats per token",
                 alt=f"Validation loss by domain; at the end {ends}.",
             )  # fmt: skip
 

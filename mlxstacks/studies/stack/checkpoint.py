@@ -60,7 +60,7 @@ from mlxstacks.studies.stack.geometry import overlaps
 from mlxstacks.studies.stack.plan import DomainPlan, data_root
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.run import other_versions, versions
-from mlxstacks.studies.train.setup import steps_of
+from mlxstacks.studies.train.setup import SaveTimer, steps_of
 from mlxstacks.study.run_directory import (
     IDENTITY,
     LOG,
@@ -294,6 +294,8 @@ class RoundCheckpoints:
         self.is_main, self.say = is_main, say
         self.rounds_all = plan.settings.rounds or setup.settings.rounds
         self.resumed_from: int | None = None
+        settings = setup.settings
+        self.save_timer = SaveTimer(steps_of(settings.save_every, settings.grad_accumulation_steps))
 
     def rounds(self) -> list[RoundRecord]:
         records = self.work.rounds()
@@ -334,16 +336,17 @@ class RoundCheckpoints:
             ) from error
 
     def on_step(self, number: int, state: TrainingState, record: Record) -> None:
-        settings, optimizer = self.setup.settings, self.plan.optimizer
+        optimizer = self.plan.optimizer
         last = state.step == optimizer.steps or state.stopped is not None
         if state.step % optimizer.log_every == 0 or last:
             rate = record["tokens"] / record["seconds"]
             named = {"balance_loss" if k == "extra_loss" else k: v for k, v in record.items()}
             peak = memory.counters().peak_bytes
             self._log("step", number, state.step, **named, tokens_per_second=rate, peak_bytes=peak)
-        every = steps_of(settings.save_every, settings.grad_accumulation_steps)
-        if state.step % every == 0 and not last:
-            self.save(self.setup.model, number, state)
+        if not last:
+            self.save_timer.save_if_due(
+                state.step, lambda: self.save(self.setup.model, number, state)
+            )
         done = (number - 1 + state.step / optimizer.steps) / self.rounds_all
         loss = record.get("task_loss", record["loss"])
         self.say(done, f"{self.plan.name} {number}/{self.rounds_all}, loss {loss:.3f}")

@@ -274,11 +274,22 @@ def domain_table(domains: Domains) -> Table:
 
 def matrix_blocks(matrix: Matrix) -> Iterator[Block]:
     """For each mode that was measured the losses as a table; above it, of domains that were trained
-    one after the other, how much each of them lost since.
+    one after the other, how much each of them lost since. One table where no domain was measured
+    after another, as then all modes are the same.
     """
-    for mode, rows in matrix.items():
-        if not rows:
-            continue
+    later = {
+        mode: rows
+        for mode, rows in matrix.items()
+        if any(column != name for name, row in rows.items() for column in row)
+    }
+    if not later and (rows := next(iter(matrix.values()), {})):
+        yield Table.of(
+            "losses", "Losses", {"domain": "text", "loss": ("number", 4)},
+            [(name, row.get(name)) for name, row in rows.items()],
+            caption="Validation loss of each domain when it had been trained, nats per token. None "
+            "was measured again after another domain.",
+        )  # fmt: skip
+    for mode, rows in later.items():
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         if (plot := _forgetting_plot(mode, rows, columns)) is not None:
             yield plot
@@ -286,7 +297,7 @@ def matrix_blocks(matrix: Matrix) -> Iterator[Block]:
             f"losses-{mode}", f"Losses, {mode}: {MODES[mode]}",
             {"trained last": "text", **{f"of {column}": ("number", 4) for column in columns}},
             [(name, *(row.get(column) for column in columns)) for name, row in rows.items()],
-            caption="Validation loss of each domain, nats a token.",
+            caption="Validation loss of each domain, nats per token.",
         )  # fmt: skip
 
 
@@ -320,8 +331,8 @@ def _forgetting_plot(
         id=f"forgetting-{mode}", title=title, kind="heat map", categories=tuple(columns),
         series=tuple(Series(label=name, y=row) for name, row in changes.items()),
         x_label="domain measured", y_label="domain trained last", form="{:+.2f}",
-        unit="change of loss, nats a token", limits=(-limit, limit),
-        alt=f"{title}: change of each domain's validation loss since it was trained, nats a token. "
+        unit="change of loss, nats per token", limits=(-limit, limit),
+        alt=f"{title}: change of each domain's validation loss since its training, nats per token. "
         f"Rows: the domain trained last; columns: the domain measured. The largest: {domain} "
         f"{most:+.4g} after {last}.",
     )  # fmt: skip
@@ -363,7 +374,7 @@ def verdict(manifest: Manifest) -> str:
         words.append(f"Training gained nothing for {', '.join(nothing)}: no stack was kept.")
     prefix = matrix.get("prefix", {})
     changed = [name for name, rise in rises(prefix).items() if rise != 0]
-    if len(prefix) > 1:
+    if _moved(prefix):
         words.append(
             "With the stacks up to its own, every domain's loss is what it was, to the last bit."
             if not changed

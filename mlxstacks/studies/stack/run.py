@@ -80,7 +80,7 @@ def run(
     """Train the domains that the store at `settings.save_path` does not have yet; or again the one
     that is named `retrain`, on the stacks before it, in its place (retrain.py).
 
-    moved_above: nats a token by which the prefix loss of a later domain has to change to be marked.
+    moved_above: nats per token by which the prefix loss of a later domain must change to be marked.
 
     Under `mlx.launch` each process takes its part of every batch; the first one writes and speaks.
 

@@ -85,7 +85,7 @@ class StackSetup:
         return head
 
     def loss_of(self, name: str) -> Any:
-        """(model) -> validation loss of a domain, in nats a token: the one evaluator."""
+        """(model) -> validation loss of a domain, in nats per token: the one evaluator."""
         rows, size = self.rows[name], self.settings.batch_size
 
         def loss(model: nn.Module) -> float:

@@ -244,7 +244,7 @@ def _tables(
              _estimate(row["means"]["best_validation_loss"]), *(_mean_of(row, k) for k in keys))
             for label, row in rows.items()
         ],
-        caption="Before, after, best: validation loss, nats a token, with 95% intervals. "
+        caption="Before, after, best: validation loss, nats per token, with 95% intervals. "
         "delta/step: size of the delta in quantization steps. Buffers: predicted by the guard.",
     )  # fmt: skip
     columns = {
@@ -321,7 +321,7 @@ def _plots(
         ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in curves if s.y[-1] is not None)
         yield Plot(
             id="losses", title=title, kind="lines", series=tuple(curves), x_label="step",
-            y_label="nats a token", alt=f"{title}; at the end {ends}.",
+            y_label="nats per token", alt=f"{title}; at the end {ends}.",
         )  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def _frontiers(
                 )
                 for name, line in points.items()
             ),
-            x_label="bytes of the adapter", y_label="validation loss, nats a token",
+            x_label="bytes of the adapter", y_label="validation loss, nats per token",
             alt=f"{title}, means over seeds with 95% intervals. {words}.",
         )  # fmt: skip
     fused = {label: row for label, row in rows.items() if all(row["survival"].values())}

@@ -35,6 +35,7 @@ from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import (
     GuardedRun,
+    SaveTimer,
     compiles,
     guarded,
     set_up,
@@ -254,7 +255,7 @@ def _loss_plot(report: TrainReport) -> Plot | None:
     spans = listed(f"{s.label} from {number(s.y[0])} to {number(s.y[-1])}" for s in series)
     return Plot(
         id="losses", title="Loss in training", kind="lines", series=tuple(series), x_label="step",
-        y_label="loss, nats a token", alt=f"Loss in training by step, nats a token: {spans}.",
+        y_label="loss, nats per token", alt=f"Loss in training by step, nats per token: {spans}.",
     )  # fmt: skip
 
 
@@ -368,6 +369,9 @@ class _TrainRun:
         self.work: RunDirectory | None = None
         self.loading_seconds = time.monotonic() - started
         self.started, self.resumed_from = time.monotonic(), 0
+        self.save_timer = SaveTimer(
+            steps_of(self.settings.save_every, self.settings.grad_accumulation_steps)
+        )
 
     def run(self) -> tuple[TrainReport, Result]:
         if self.is_main:
@@ -487,9 +491,10 @@ class _TrainRun:
             rate = record["tokens"] / record["seconds"]
             peak = memory.counters().peak_bytes
             self._log("step", state.step, **record, tokens_per_second=rate, peak_bytes=peak)
-        every = steps_of(self.settings.save_every, self.settings.grad_accumulation_steps)
-        if state.step % every == 0 or last:
+        if last:
             self._save(state)
+        else:
+            self.save_timer.save_if_due(state.step, lambda: self._save(state))
         self.step = state.step
         self._say(f"loss {record['loss']:.3f}")
 

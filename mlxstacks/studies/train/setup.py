@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -269,6 +270,24 @@ def optimizer_settings(
 def steps_of(batches: int, each: int) -> int:
     """Optimizer steps for an interval that is given in batches; at least one."""
     return max(1, batches // each)
+
+
+class SaveTimer:
+    """Saves a state after so many steps, and when a minute has passed, or more where saving takes
+    over a fiftieth of the time. A resumed run ends with the bytes of one that was never stopped
+    wherever it resumes, so time may decide.
+    """
+
+    def __init__(self, steps: int, seconds: float = 60.0) -> None:
+        self.steps, self.seconds, self.saved_at = steps, seconds, time.monotonic()
+
+    def save_if_due(self, step: int, save: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        if step % self.steps and begun - self.saved_at < self.seconds:
+            return
+        save()
+        self.saved_at = time.monotonic()
+        self.seconds = max(self.seconds, 50 * (self.saved_at - begun))
 
 
 def verdict(

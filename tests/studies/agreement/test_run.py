@@ -4,14 +4,16 @@ Run: pytest tests/studies/agreement/test_run.py
 """
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mlxstacks.agreement import TOP_K
+from mlxstacks.agreement import TOP_K, Agreement
 from mlxstacks.data import read_records
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.agreement.run import BASE, JUDGE
+from mlxstacks.studies.agreement.run import BASE, JUDGE, figures_of
 from tests.cli.conftest import Run, command
 from tests.studies.conclusions import assert_its_files_give_edits_away
 
@@ -70,3 +72,31 @@ def test_what_cannot_be_compared_is_refused(rows: Path, command: Run) -> None:
     assert "row 1 has 'question'" in err
     assert '{"prompt": "..."}' in err
     assert not Path("a").exists()
+
+
+def test_models_of_two_tokenizers_are_refused_before_anything_runs(
+    rows: Path, command: Run, tmp_path: Path
+) -> None:
+    model = nano_paths().model_path
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    text = (other / "tokenizer.json").read_text()
+    tokenizer = json.loads(text)
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:100]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, _, err = command("compare", str(model), str(other), "--data", str(rows))
+    assert (code, "compare models of one tokenizer" in err) == (2, True), err
+    (other / "tokenizer.json").write_text(json.dumps(json.loads(text), indent=1))
+    code, _, err = command("compare", str(model), str(other), "--data", str(rows), "--dry-run")
+    assert code == 0, err
+
+
+def test_no_answer_in_common_is_no_certainty() -> None:
+    """Of every passage the same share: resampling them says nothing, so Wilson's interval does."""
+    n = 30
+    zeros = np.zeros(n, np.float32)
+    passages = np.array([[10, 0], [20, 1]], np.int32)
+    figures = figures_of(Agreement(zeros, np.zeros(n, bool), zeros, passages))["all"]
+    low, high = figures["agreement_interval"]
+    assert (figures["agreement"], low) == (0, 0)
+    assert high == pytest.approx(0.1135, abs=1e-3)

@@ -140,7 +140,7 @@ def test_the_verdict_says_outcome_interval_and_what_counts() -> None:
     found = analysed(*cells("a", (1.0, 1.1)), *cells("b", (0.5, 0.6)), seeds=2)
     assert verdict(RULE, found) == (
         "task loss, b against a: better, -0.5000 (-0.5000 to -0.5000 at 0.95, n=2). What counts is "
-        "0.02 nats a token."
+        "0.02 nats per token."
     )
 
 

@@ -22,7 +22,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import is_shared_outer
 from mlxstacks.files.outputs import MARK
 from mlxstacks.studies.train import run as train_run
-from mlxstacks.studies.train.setup import set_up
+from mlxstacks.studies.train.setup import SaveTimer, set_up
 from mlxstacks.study.document import Plot
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
@@ -628,3 +628,21 @@ def test_experts_share_their_outer_half(places: tuple[Path, Path], tmp_path: Pat
     one = settings.model_copy(update={"keys": ("self_attn.q_proj",)})
     with pytest.raises(InputError, match=r"shared_outer is about routed experts, and .*q_proj"):
         set_up(one)
+
+
+def test_a_state_is_saved_after_so_many_steps_and_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    timer, saved = SaveTimer(steps=10), list[int]()
+    for step in range(1, 15):
+        now[0] += 25.0
+        timer.save_if_due(step, lambda step=step: saved.append(step))  # type: ignore[misc]
+    assert saved == [3, 6, 9, 10, 13]
+
+    def slowly() -> None:
+        now[0] += 4.0
+
+    timer.save_if_due(20, slowly)
+    assert timer.seconds == 200
