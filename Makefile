@@ -94,7 +94,7 @@ install-dev: $(VENV)/.installed-dev
 demo: install
 	@set -e; \
 	say() { printf '\n== %s\n' "$$*"; }; \
-	run() { printf '$$ mlxstacks %s\n' "$$*"; $(RUN) "$$@"; }; \
+	run() { printf '$$ mlxstacks'; printf ' %q' "$$@"; echo; $(RUN) "$$@"; }; \
 	say "1. nano, the built-in model, at 3 bits (its sample adapter gives it a name)"; \
 	run nano export $(OUT)/demo-base --bits 3 --force; \
 	say "2. The adapter fused as mlx_lm.fuse does it: mx.quantize(W + delta)"; \

@@ -162,7 +162,8 @@ def run(
 
 
 def recipes(command: str | None = None) -> "pandas.DataFrame":
-    """The recipes that come with mlxstacks, of all commands or of one: name, command, about.
+    """The recipes that come with mlxstacks, of all commands or of one: name, command, about, time,
+    memory.
 
     >>> import mlxstacks as ms
     >>> ms.recipes("fuse")
@@ -172,9 +173,12 @@ def recipes(command: str | None = None) -> "pandas.DataFrame":
     if command is not None:
         command = command.replace("_", " ")
         command_named(command)
-    rows = [(r.name, r.command, r.about) for r in map(load_recipe, recipe_names())]
-    rows = [row for row in rows if command in (None, row[1])]
-    return pandas.DataFrame(rows, columns=["name", "command", "about"])
+    rows = [
+        (r.name, r.command, r.about, r.fact("Time"), r.fact("Memory"))
+        for r in map(load_recipe, recipe_names())
+        if command in (None, r.command)
+    ]
+    return pandas.DataFrame(rows, columns=["name", "command", "about", "time", "memory"])
 
 
 def _command(

@@ -239,12 +239,13 @@ def findings_of(health: Health) -> Iterator[Finding]:
             "compute in float32: `train` and all that answers do by default here (base: auto)",
         )
     elif on_cpu and speed is not None and speed < SLOW_GFLOPS:
+        library = Path(f"/usr/lib/{platform.machine()}-linux-gnu/openblas-pthread/libblas.so.3")
+        install = "" if library.exists() else "apt-get install libopenblas0-pthread; "
         yield Finding(
             "slow",
             f"float32 matmul at {speed:.1f} GFLOP/s",
             f"MLX uses the {health.blas} BLAS",
-            "apt-get install libopenblas0-pthread; make targets preload it, elsewhere set "
-            "LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3",
+            f"{install}make targets preload it, elsewhere export LD_PRELOAD={library}",
         )
     if on_cpu and health.compiler is None:
         yield Finding(

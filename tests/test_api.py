@@ -93,6 +93,8 @@ def test_recipes_are_listed() -> None:
     recipes = ms.recipes()
     assert set(recipes["name"]) == set(recipe_names())
     assert set(ms.recipes("sweep_buffers")["command"]) == {"sweep buffers"}
+    assert recipes["time"].str.len().min() > 3
+    assert recipes["memory"].str.contains("GB|MB|measured|model").all()
     with pytest.raises(InputError, match="'fuse'"):
         ms.recipes("fuze")
 

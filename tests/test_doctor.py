@@ -62,6 +62,18 @@ def test_openblas_is_not_called_slow_even_on_a_busy_machine(
     assert "LD_PRELOAD" not in finding.remedy
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_openblas_is_to_be_installed_only_where_it_is_not(
+    health: Health, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = replace(health.device, kind="cpu")
+    slow = replace(health, device=cpu, matmul_gflops=0.5, blas="reference", compiler="c++")
+    monkeypatch.setattr(Path, "exists", lambda path: is_there)
+    (finding,) = [f for f in findings_of(slow) if "matmul" in f.what]
+    assert ("apt-get install" in finding.remedy) is not is_there
+    assert "export LD_PRELOAD=/usr/lib/" in finding.remedy
+
+
 def test_full_and_read_only_disks(health: Health) -> None:
     poor = [Disk("here", 3_000_000_000, None), Disk("there", 10**12, "copied")]
     found = [finding.what for finding in findings_of(replace(health, disks=poor))]

@@ -126,6 +126,12 @@ class _Translating(click.Command):
                     ctx,
                 ) from None
             raise
+        except click.UsageError as error:
+            by_option = [key for key in ("model", "adapter_path", "save_path") if key in self.flags]
+            if error.message.startswith("Got unexpected extra") and by_option:
+                shown = " ".join(f"{self.flags[key]} {key.upper()}" for key in by_option)
+                error.message += f": {self.name} takes its paths by option, {shown}"
+            raise
 
     def _ends(self) -> Collection[str]:
         """Words after which nothing is an option of this command."""

@@ -253,7 +253,7 @@ class StacksRetrainSettings(_StoreSettings):
     moved_above: float = Field(
         0.01,
         ge=0,
-        description="A later domain has moved where its prefix loss changes by more nats per token.",
+        description="How much the prefix loss of a later domain must change to be marked, nats.",
     )
     guard: Literal["refuse", "warn", "off"] = Field(
         "refuse", description="A run that is predicted not to fit: refuse it, warn, do not ask."

@@ -36,6 +36,13 @@ class Recipe:
         """The first paragraph of the head in one line: what the recipe is for."""
         return " ".join(itertools.takewhile(bool, self.head))
 
+    def fact(self, name: str) -> str:
+        """`Time` or another fact of the head, with the lines that are indented below it."""
+        lines = iter(self.head)
+        first = next((line for line in lines if line.startswith(f"{name}: ")), "")
+        more = itertools.takewhile(lambda line: line.startswith("  "), lines)
+        return " ".join([first.partition(":")[2].strip(), *map(str.strip, more)]).strip()
+
 
 def recipe_names() -> list[str]:
     """Names of the recipes that come with mlxstacks."""

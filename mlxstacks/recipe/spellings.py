@@ -36,6 +36,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
     },
     "train": {"save_path": ("--adapter-path",)},
+    "compare": {"data": ("--judge",)},
     "eval": {
         "tasks": ("-t",),
         "batch_size": ("-b",),

@@ -412,3 +412,10 @@ def test_a_log_that_takes_no_more_ends_nothing(script: str, code: int, told: str
             [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True
         )
     assert (ended.returncode, told in ended.stdout) == (code, True)
+
+
+def test_paths_by_position_are_answered_where_they_are_options(command: Run) -> None:
+    code, _, err = command("fuse", "m4", "ad")
+    assert code == 2
+    shown = "by option, --model MODEL --adapter-path ADAPTER_PATH --save-path SAVE_PATH"
+    assert shown in " ".join(err.split())
