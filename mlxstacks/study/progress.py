@@ -7,7 +7,7 @@ class WholeProgress:
     """What a run's parts report, as shares of `total`, in whatever unit the parts are sized in.
 
     A total that nobody knows before some parts are done is estimated: a part takes its size of the
-    bar however much it turns out to be.
+    bar however much it turns out to be. A part beyond the estimate takes half of what is left.
     """
 
     def __init__(self, progress: Progress | None, total: float) -> None:
@@ -21,11 +21,12 @@ class WholeProgress:
         """
         again = what in self._starts
         start = self._starts.setdefault(what, self._done)
+        if start + size > self._total * (1 + 1e-9):
+            size = (self._total - start) / 2
         self._done = max(self._done, start + size)
 
         def step(done: float, total: float, detail: str = "") -> None:
             if self._progress and total and not again:
-                place = start + size * done / total
-                self._progress(min(place, self._total), self._total, what)
+                self._progress(start + size * min(1.0, done / total), self._total, what)
 
         return step
