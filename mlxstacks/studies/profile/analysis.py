@@ -196,7 +196,7 @@ def outcome(tables: Mapping[str, Any], alpha: float) -> str:
     p, control = tables["divergence"]["p"], tables.get("untrained")
     differs = "routing differs"
     if control and control["p"] >= alpha:
-        differs += ", no more than untrained"
+        differs += ", as untrained routers may"
     return f"{differs if p < alpha else 'undecided'}, p = {p:.2g}"
 
 
@@ -274,7 +274,7 @@ def _control_in_words(tables: Mapping[str, Any], alpha: float) -> list[str]:
     others = control["untrained_excess_kl_nats"]
     answer = "this model's differ more"
     if control["p"] >= alpha:
-        answer = "this model's differ no more, so that they differ is no sign of anything learned"
+        answer = "that this model's do more is not shown, so this is no sign of anything learned"
     words = (
         f"Beyond chance that is {control['excess_kl_nats']:.3g} nats; {len(others)} untrained "
         f"routers, with weights drawn anew, give {np.mean(others):.3g} on the same tokens "
