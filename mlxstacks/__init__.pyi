@@ -189,10 +189,10 @@ def profile(model: str | Path | None = None, *, data: str | Path | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', allow_special: bool = False,
     max_seq_length: int = 1024, batch_size: int = 8,
     measure: Literal['counts', 'weights'] = 'counts', top_layers: int = 3,
-    top_experts: int | None = None, permutations: int = 200, halves: int = 20, alpha: float = 0.05,
-    plots: bool = True, plot_format: Literal['png', 'svg'] = 'png', seed: int = 0,
-    resume: bool = True, force: bool = False, progress: bool | Callable[..., None] | None = None,
-    dry_run: bool = False) -> Result:
+    top_experts: int | None = None, permutations: int = 200, halves: int = 20, untrained: int = 20,
+    alpha: float = 0.05, plots: bool = True, plot_format: Literal['png', 'svg'] = 'png',
+    seed: int = 0, resume: bool = True, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Profile which experts groups of prompts go to, next to what chance gives."""
 
 def recipes(command: str | None = None) -> pandas.DataFrame:

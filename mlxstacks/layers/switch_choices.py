@@ -102,11 +102,14 @@ def hearing(switches: Sequence[SwitchLayer], hear: Hear) -> Iterator[None]:
             module.__class__ = own
 
 
-def chosen_weights(switch: SwitchLayer, x: mx.array, indices: mx.array) -> mx.array:
+def chosen_weights(
+    switch: SwitchLayer, x: mx.array, indices: mx.array, logits: mx.array | None = None
+) -> mx.array:
     """The router's weights of the chosen experts, (..., top_k) float32; normalised where the block
     does that.
 
-    x: what the switch was called with; in these blocks the router sees the same.
+    x: what the switch was called with; in these blocks the router sees the same. logits: of another
+    router in its place.
     Raises: ValueError for a block whose router is computed in another way.
     """
     block: Any = switch.block
@@ -115,8 +118,24 @@ def chosen_weights(switch: SwitchLayer, x: mx.array, indices: mx.array) -> mx.ar
             f"{switch.path}: weights of a {type(block).__name__} are not known here (known: "
             f"{', '.join(SOFTMAX_BLOCKS)}); count choices instead"
         )
-    gates = mx.softmax(block.gate(x).astype(mx.float32), axis=-1, precise=True)
+    logits = block.gate(x) if logits is None else logits
+    gates = mx.softmax(logits.astype(mx.float32), axis=-1, precise=True)
     weights = mx.take_along_axis(gates, indices, axis=-1)
     if getattr(block, "norm_topk_prob", False):
         weights = weights / weights.sum(axis=-1, keepdims=True)
     return weights
+
+
+def untrained_routers(switch: SwitchLayer, width: int, count: int, seed: int) -> mx.array:
+    """Weights of `count` routers that were never trained, (K, count * E) float32: normal, as large
+    as those of the block's own router where it is a linear `gate`, else of size 1: for choices no
+    size matters. width: K, of the input.
+    """
+    gate, size = switch.block.get("gate"), mx.array(1.0)
+    if isinstance(gate, nn.Linear | nn.QuantizedLinear):
+        weight = gate(mx.eye(width)) - gate(
+            mx.zeros((1, width))
+        )  # (K, E), whatever it is stored as
+        size = mx.std(weight.astype(mx.float32))
+    key = mx.random.split(mx.random.key(seed), switch.layer + 1)[-1]
+    return size * mx.random.normal((width, count * switch.num_experts), key=key)

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.layers.switch_choices import chosen_weights, find_switches, hearing
+from mlxstacks.layers.switch_choices import (
+    chosen_weights,
+    find_switches,
+    hearing,
+    untrained_routers,
+)
 from mlxstacks.studies.profile.run import count_choices
 from tests.tiny_models import llama_config, qwen_moe_config, write_qwen_moe
 
@@ -107,12 +112,32 @@ def test_counts_depend_on_neither_batches_nor_padding_nor_sorting(kind: str, qwe
     switches = find_switches(model)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 90, length).tolist() for length in (3, 40, 17, 1, 25, 38, 9)]
-    alone = count_choices(model, switches, prompts, batch_size=1)  # 2 x 25 choices: not sorted
-    together = count_choices(model, switches, prompts, batch_size=7)
+    # 2 x 25 choices: not sorted
+    alone = count_choices(model, switches, prompts, batch_size=1, untrained=2)
+    together = count_choices(model, switches, prompts, batch_size=7, untrained=2)
     np.testing.assert_array_equal(alone, together)
+    assert len({router.tobytes() for router in alone}) == 3
     lengths = np.array([len(prompt) for prompt in prompts])
     # Two choices a token in every layer, and none of the padding.
-    np.testing.assert_array_equal(alone.sum(axis=-1), np.tile(2 * lengths[:, None], (1, 2)))
+    np.testing.assert_array_equal(alone.sum(axis=-1), np.tile(2 * lengths[:, None], (3, 1, 2)))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_an_untrained_router_chooses_as_it_would_in_the_model(weights: bool) -> None:
+    """In the first layer, whose input no other router has changed."""
+    model, prompts = model_of("qwen3_moe"), [[4, 9, 77, 3, 50], [1, 2]]
+    first, *_ = switches = find_switches(model)
+    block: Any = first.block
+    drawn = count_choices(
+        model, switches, prompts, batch_size=2, weights=weights, untrained=3, seed=5
+    )
+    routers = untrained_routers(first, block.gate.weight.shape[1], 3, seed=5)
+    scale = mx.std(block.gate.weight).item()
+    assert mx.std(routers).item() == pytest.approx(scale, rel=0.1)
+    for number in range(3):
+        block.gate.weight = routers[:, 4 * number : 4 * (number + 1)].T
+        alone = count_choices(model, switches, prompts, batch_size=2, weights=weights)
+        np.testing.assert_allclose(alone[0, :, 0], drawn[1 + number, :, 0], rtol=1e-5)
 
 
 def test_counts_are_those_of_the_router_itself() -> None:
@@ -127,7 +152,7 @@ def test_counts_are_those_of_the_router_itself() -> None:
         logits = np.array(block.gate(inputs[place]))[0]
         chosen = np.argsort(-logits, axis=-1)[:, :2]
         expected = np.bincount(chosen.reshape(-1), minlength=4)
-        np.testing.assert_array_equal(found[0, place], expected)
+        np.testing.assert_array_equal(found[0, 0, place], expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "olmoe", "qwen3_5_moe"])
@@ -168,7 +193,7 @@ def test_weights_of_a_token_sum_to_one_where_they_are_normalised() -> None:
     model = model_of("qwen3_moe")
     switches, prompts = find_switches(model), [[1, 2, 3], [4, 5]]
     found = count_choices(model, switches, prompts, batch_size=2, weights=True)
-    np.testing.assert_allclose(found.sum(axis=-1), [[3, 3], [2, 2]], rtol=1e-6)
+    np.testing.assert_allclose(found.sum(axis=-1), [[[3, 3], [2, 2]]], rtol=1e-6)
 
 
 def test_a_dense_model_and_experts_that_are_not_computed_are_refused() -> None:

@@ -1,6 +1,6 @@
 """From choices of every prompt to figures, tables and plots, each with what chance gives."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from mlxstacks.studies.profile.measures import (
     adjusted_p_values,
     chance_jaccard,
     comparable,
+    excess_divergence,
     group_counts,
     length_strata,
     mean_of_pairs,
@@ -23,6 +24,7 @@ from mlxstacks.studies.profile.measures import (
     random_sets_jaccard,
     set_jaccard,
     shares,
+    shuffle_within,
     shuffled,
     split_halves,
     top_layers,
@@ -38,6 +40,8 @@ from mlxstacks.study.document import Block, Plot, Series, Table
 
 # More groups, or more layers with a map of their experts, make a plot that no reader takes in.
 MOST_SHOWN, MOST_EXPERT_MAPS = 40, 4
+# Deals of labels from which the excess of a router is reckoned, the same of every router.
+_DEALS = 20
 # KL is drawn in thousandths of a nat.
 _SCALE = 1000.0
 
@@ -167,9 +171,33 @@ def _overlap(
     }
 
 
+def against_untrained(
+    choices: Choices, untrained: Iterable[np.ndarray], seed: int
+) -> dict[str, Any]:
+    """Whether the model's routers tell the groups apart more than routers that nothing trained do,
+    which saw the same tokens. untrained: their choices, each as `Choices.documents`.
+
+    p: the rank of the model's own among them, exact where it is one more such draw.
+    """
+    rng, groups = np.random.default_rng([seed, 4]), len(choices.names)
+    strata = length_strata(choices.tokens)
+    deals = [choices.labels]
+    deals += [shuffle_within(strata, choices.labels, rng) for _ in range(_DEALS)]
+    own = excess_divergence(choices.documents, deals, groups)
+    others = np.array([excess_divergence(documents, deals, groups) for documents in untrained])
+    return {
+        "excess_kl_nats": own,
+        "untrained_excess_kl_nats": others.tolist(),
+        "p": p_value(own, others),
+    }
+
+
 def outcome(tables: Mapping[str, Any], alpha: float) -> str:
-    p = tables["divergence"]["p"]
-    return f"{'routing differs' if p < alpha else 'undecided'}, p = {p:.2g}"
+    p, control = tables["divergence"]["p"], tables.get("untrained")
+    differs = "routing differs"
+    if control and control["p"] >= alpha:
+        differs += ", as untrained routers may"
+    return f"{differs if p < alpha else 'undecided'}, p = {p:.2g}"
 
 
 def verdict(tables: Mapping[str, Any], alpha: float) -> str:
@@ -198,7 +226,7 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
         f"Yes: the {groups} groups route differently ({numbers}); {clear} of {len(rows)} layers "
         "stand out, adjusted for their number."
     )
-    sentences = [yes]
+    sentences = [yes, *_control_in_words(tables, alpha)]
     sets = tables["jaccard"][str(k)]
     reading = "neither shared nor different layers by the announced thresholds"
     if sets["mean"] < DIFFERENT_BELOW:
@@ -237,6 +265,22 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
     same_experts = "have the same top experts, as far as seen"
     words = "go to different experts" if differ else same_experts
     return " ".join([*sentences, f"{where} {words} ({numbers})."])
+
+
+def _control_in_words(tables: Mapping[str, Any], alpha: float) -> list[str]:
+    control = tables.get("untrained")
+    if not control:
+        return []
+    others = control["untrained_excess_kl_nats"]
+    answer = "this model's differ more"
+    if control["p"] >= alpha:
+        answer = "that this model's do more is not shown, so this is no sign of anything learned"
+    words = (
+        f"Beyond chance that is {control['excess_kl_nats']:.3g} nats; {len(others)} untrained "
+        f"routers, with weights drawn anew, give {np.mean(others):.3g} on the same tokens "
+        f"({min(others):.3g} to {max(others):.3g}): {answer} (p = {control['p']:.2g})."
+    )
+    return [words]
 
 
 def _kind_of(experts: Mapping[str, Any]) -> str:
@@ -397,6 +441,22 @@ def _tables(
     table = Table.of_facts("experts", "Do groups use different experts?", facts)
     caption = "p: how often shuffled labels give so little in common."
     yield table.model_copy(update={"caption": caption})
+    if control := tables.get("untrained"):
+        others = control["untrained_excess_kl_nats"]
+        facts = {
+            "this model's routers, nats": f"{control['excess_kl_nats']:.4g}",
+            "untrained routers, nats": f"{np.mean(others):.4g}",
+            "from, to": f"{min(others):.4g}, {max(others):.4g}",
+            "p": f"{control['p']:.2g}",
+        }
+        title = "Do the routers differ more than untrained ones?"
+        caption = (
+            f"Mean divergence less that of shuffled labels. Untrained: {len(others)} draws of "
+            "weights as large as the routers' own, on the same tokens; p: how often they give as "
+            "much."
+        )
+        table = Table.of_facts("untrained", title, facts)
+        yield table.model_copy(update={"caption": caption})
 
 
 def differing_bits(about_layers: Sequence[Mapping[str, Any]]) -> str | None:

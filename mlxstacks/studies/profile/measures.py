@@ -252,6 +252,17 @@ def shuffled(
     )
 
 
+def excess_divergence(documents: np.ndarray, deals: Sequence[np.ndarray], groups: int) -> float:
+    """Mean divergence of documents (n, L, E) under the first of the labels (n,), less the mean of
+    that under the others, nats: what chance gives depends on how evenly a router spreads.
+    """
+    own, *others = (
+        float(divergence(shares(group_counts(documents, labels, groups))).mean())
+        for labels in deals
+    )
+    return own - float(np.mean(others))
+
+
 def p_value(found: float, null: np.ndarray) -> float:
     """Share of the null, this one counted, that is as large. Law: in (0, 1]."""
     # Sums in another order miss by rounding.

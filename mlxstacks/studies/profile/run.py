@@ -26,10 +26,12 @@ from mlxstacks.layers.switch_choices import (
     chosen_weights,
     find_switches,
     hearing,
+    untrained_routers,
 )
 from mlxstacks.studies.profile.analysis import (
     MOST_SHOWN,
     Choices,
+    against_untrained,
     analyse,
     blocks,
     differing_bits,
@@ -70,7 +72,7 @@ HYPOTHESIS = (
     "Groups of prompts use different experts, and the layers where they do so most are the same "
     "for all groups"
 )
-COUNTS = "routing_counts.safetensors"
+COUNTS, CHOICES = "routing_counts.safetensors", "choices"
 Progress = Callable[..., None]
 
 
@@ -160,6 +162,9 @@ class _Profile(Study):
         choices = self._choices(work)
         shuffled = self.whole.part(self._prompts() / 4, "shuffled labels")
         tables = analyse(choices, self.rule, lambda done: shuffled(done, self.rule.permutations))
+        if self.rule.untrained:
+            draws = (self._documents(work, name) for name in _names(self.rule.untrained)[1:])
+            tables["untrained"] = against_untrained(choices, draws, self.rule.seed)
         # plots take many seconds, in which a bar would stand at what was before
         self.whole.part(0, "plots" if self.plot_formats else "report")(1, 1)
         return Result(
@@ -190,6 +195,7 @@ class _Profile(Study):
             f"length (at most {LENGTH_RATIO:g} times the shortest); {self.rule.halves} split "
             "halves",
             "comparable_prompts": comparable(length_strata(lengths), labels),
+            "control": f"{self.rule.untrained} draws of untrained routers on the same tokens",
             "thresholds": {
                 "alpha": self.rule.alpha,
                 "different_below": DIFFERENT_BELOW,
@@ -239,15 +245,21 @@ class _Profile(Study):
             self.model, self.switches, [prompt.tokens for prompt in self.groups[place].prompts],
             is_content=[prompt.is_content for prompt in self.groups[place].prompts],
             batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
+            untrained=self.settings.untrained, seed=self.settings.seed,
             tick=lambda done: progress(done, size),
         )  # fmt: skip
-        _save(out / file, counts)
+        _save(out / file, *counts)
+
+    def _documents(self, work: Path, name: str = CHOICES) -> np.ndarray:
+        """(n, L, E), of the model's routers or of a draw of untrained ones; always from the files,
+        so that a run that was stopped gives the same numbers.
+        """
+        files = [work / _group_file(place) for place in range(len(self.groups))]
+        return np.concatenate([_read(file, name) for file in files])
 
     def _choices(self, work: Path) -> Choices:
-        """Always from the files, so that a run that was stopped gives the same numbers."""
-        files = [work / _group_file(place) for place in range(len(self.groups))]
         return Choices(
-            np.concatenate([_read(file) for file in files]),
+            self._documents(work),
             *self._labels_and_lengths(),
             tuple(group.name for group in self.groups),
             tuple(switch.layer for switch in self.switches),
@@ -271,27 +283,45 @@ def count_choices(
     batch_size: int,
     is_content: Sequence[Sequence[bool]] | None = None,
     weights: bool = False,
+    untrained: int = 0,
+    seed: int = 0,
     tick: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Choices of every prompt, layer and expert, (n, L, E) float64; padding counts nothing.
+    """Choices of every prompt, layer and expert, (1 + untrained, n, L, E) float64: of the model's
+    routers, then of draws of untrained ones, which see the same; padding counts nothing.
 
     is_content: of every token of every prompt whether its choices count; None: all do. weights: sum
     the router's weights of the choices instead. tick: called with the prompts done.
-    Law: independent of batch size and of padding, as far as the model's arithmetic is.
+    Laws: a draw's choices in the first layer are those of the model with that router in it;
+    independent of batch size and of padding, as far as the model's arithmetic is.
     Raises: ValueError: an empty prompt, or a mixture that does not see every token;
         NonFiniteModelError: NaN or Inf in what a mixture sees.
     """
     if not all(prompts):
         raise ValueError("every prompt needs a token")
-    counts = np.zeros((len(prompts), len(switches), switches[0].num_experts))
+    routers, experts = 1 + untrained, switches[0].num_experts
+    counts = np.zeros((len(prompts), len(switches), routers * experts))
+    drawn: dict[int, mx.array] = {}
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     heard: dict[int, tuple[mx.array, mx.array | None]] = {}
     is_finite: dict[int, mx.array] = {}
 
     def hear(place: int, x: mx.array, indices: mx.array) -> None:
         # Some blocks give (B, T, top_k), some (B * T, top_k): the order of tokens is the same.
-        weight = chosen_weights(switches[place], x, indices) if weights else None
-        heard[place] = indices, weight
+        top_k, width, switch = indices.shape[-1], x.shape[-1], switches[place]
+        chosen = [indices.reshape(-1, 1, top_k)]
+        weight = [chosen_weights(switch, x, indices).reshape(-1, 1, top_k)] if weights else []
+        if untrained:
+            if place not in drawn:
+                drawn[place] = untrained_routers(switch, width, untrained, seed).astype(x.dtype)
+            logits = (x.reshape(-1, width) @ drawn[place]).reshape(-1, untrained, experts)
+            top = mx.argpartition(-logits, kth=top_k - 1, axis=-1)[..., :top_k]
+            chosen.append(top.astype(indices.dtype))
+            weight += [chosen_weights(switch, x, top, logits)] if weights else []
+        # Experts of a router stand behind those of the router before it; (tokens, routers, top_k).
+        offsets = experts * mx.arange(routers, dtype=indices.dtype)[:, None]
+        told = mx.concatenate(chosen, axis=1) + offsets
+        heard[place] = told, mx.concatenate(weight, axis=1) if weight else None
         is_finite[place] = mx.isfinite(x).all()
 
     with base_model.gated_delta_installed(), evaluating(model), hearing(switches, hear):
@@ -315,7 +345,8 @@ def count_choices(
             if tick:
                 tick(start + len(places))
     heard.clear()
-    return counts
+    shape = (len(prompts), len(switches), routers, experts)
+    return counts.reshape(shape).transpose(2, 0, 1, 3)  # (1 + untrained, n, L, E)
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -336,13 +367,15 @@ def _per_prompt(
     owner: np.ndarray,
     shape: tuple[int, int],
 ) -> np.ndarray:
-    """indices (..., top_k), counted (B * T,) bool, owner (counted tokens,) -> (B, E)."""
-    if indices.size // indices.shape[-1] != len(counted):
+    """indices (B * T, routers, top_k), counted (B * T,) bool, owner (counted tokens,) -> shape:
+    (B, experts of all routers).
+    """
+    if len(indices) != len(counted):
         raise ValueError(
-            f"a mixture got {indices.size // indices.shape[-1]} tokens of {len(counted)}; its "
-            "choices cannot be assigned to prompts"
+            f"a mixture got {len(indices)} tokens of {len(counted)}; its choices cannot be "
+            "assigned to prompts"
         )
-    of_tokens = np.array(indices).reshape(len(counted), -1)[counted]  # (tokens, top_k)
+    of_tokens = np.array(indices).reshape(len(counted), -1)[counted]  # (tokens, routers * top_k)
     chosen = of_tokens.astype(np.int64)
     cells = (owner[:, None] * shape[1] + chosen).reshape(-1)
     amounts = None
@@ -355,14 +388,20 @@ def _group_file(place: int) -> str:
     return f"group-{place}.safetensors"
 
 
-def _save(path: Path, choices: np.ndarray) -> None:
+def _names(untrained: int) -> list[str]:
+    """Of the arrays of a group's file: the model's own choices, then those of each draw."""
+    return [CHOICES, *(f"untrained_{number}" for number in range(untrained))]
+
+
+def _save(path: Path, *choices: np.ndarray) -> None:
     """choices: as float32."""
+    arrays = [mx.array(array.astype(np.float32)) for array in choices]
     with mlx_write_errors(path):
-        base_model.save_arrays(path, {"choices": mx.array(choices.astype(np.float32))})
+        base_model.save_arrays(path, dict(zip(_names(len(arrays) - 1), arrays, strict=True)))
 
 
-def _read(path: Path) -> np.ndarray:
-    return np.array(base_model.load_arrays(path)[0]["choices"]).astype(np.float64)
+def _read(path: Path, name: str) -> np.ndarray:
+    return np.array(base_model.load_arrays(path)[0][name]).astype(np.float64)
 
 
 def _rule(settings: ProfileSettings, switches: Sequence[SwitchLayer]) -> ProfileSettings:

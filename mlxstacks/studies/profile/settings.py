@@ -75,6 +75,12 @@ class ProfileSettings(Settings):
     halves: int = Field(
         20, ge=1, le=1_000_000, description="Times that each group is split in two by chance."
     )
+    untrained: int = Field(
+        20,
+        ge=0,
+        description="Control: so many times routers with weights drawn anew, as large as the "
+        "trained ones', choose for the same tokens. Do trained ones differ more? 0: no control.",
+    )
     alpha: float = Field(0.05, ge=1e-6, lt=0.5, description="A p-value below it is called a find.")
     plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
     plot_format: PlotFormat = Field("png", description="png, or svg for print.")
@@ -86,10 +92,11 @@ class ProfileSettings(Settings):
     def _check(self) -> Self:
         if len(self.groups) == 1 or len(set(self.groups)) < len(self.groups):
             raise ValueError(f"groups is {list(self.groups)}; name two or more, each once, or none")
-        least = 1 / (self.permutations + 1)
-        if least >= self.alpha:
-            raise ValueError(
-                f"{self.permutations} permutations give no p below {least:.3g}; alpha "
-                f"{self.alpha:g} needs more than {1 / self.alpha - 1:.0f}"
-            )
+        for name in ("permutations", "untrained"):
+            count = getattr(self, name)
+            if count and 1 / (count + 1) >= self.alpha:
+                raise ValueError(
+                    f"{count} {name} give no p below {1 / (count + 1):.3g}; alpha "
+                    f"{self.alpha:g} needs more than {1 / self.alpha - 1:.0f}"
+                )
         return self

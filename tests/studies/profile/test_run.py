@@ -19,7 +19,15 @@ from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import find_switches
 from mlxstacks.studies.profile import run as profile_run
-from mlxstacks.studies.profile.analysis import MOST_SHOWN, Choices, analyse, blocks
+from mlxstacks.studies.profile.analysis import (
+    MOST_SHOWN,
+    Choices,
+    against_untrained,
+    analyse,
+    blocks,
+    outcome,
+    verdict,
+)
 from mlxstacks.studies.profile.data import MOST_GROUPS
 from mlxstacks.studies.profile.run import count_choices, run
 from mlxstacks.studies.profile.settings import ProfileSettings
@@ -86,6 +94,35 @@ def test_the_planted_expert_is_found(report: Result) -> None:
     # Equal tokens, two experts each, in every layer.
     assert len({group["tokens"] for group in report.data["groups"]}) == 1
     assert set(counts.sum(axis=-1).reshape(-1)) == {2 * report.data["groups"][0]["tokens"]}
+
+
+def test_routers_that_were_never_trained_differ_as_much(report: Result) -> None:
+    """Untrained ones see the marks in every layer, the planted one in its own alone."""
+    control = report.data["tables"]["untrained"]
+    assert len(control["untrained_excess_kl_nats"]) == 20
+    assert control["excess_kl_nats"] < min(control["untrained_excess_kl_nats"])
+    assert control["p"] == 1
+    assert report.outcome == "routing differs, as untrained routers may, p = 0.024"
+    assert "more is not shown, so this is no sign of anything learned (p = 1)." in report.verdict
+    assert report.table("untrained").shape == (4, 2)
+
+
+def test_routers_that_learned_the_groups_differ_more() -> None:
+    """Of 8 experts each group has one of its own; those of an untrained router are any group's."""
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(4), 8)
+    learned = rng.multinomial(40, np.full(8, 1 / 8), (32, 2)).astype(float)
+    learned[np.arange(32), :, labels] += 20
+    choices = Choices(learned, labels, np.full(32, 30), ("a", "b", "c", "d"), (0, 1))
+    draws = [rng.multinomial(60, np.full(8, 1 / 8), (32, 2)).astype(float) for _ in range(20)]
+    rule = ProfileSettings(top_layers=1, permutations=20)
+    control = against_untrained(choices, draws, seed=0)
+    assert control["p"] == pytest.approx(1 / 21)
+    assert abs(np.mean(control["untrained_excess_kl_nats"])) < 0.1 * control["excess_kl_nats"]
+    tables = analyse(choices, rule) | {"untrained": control}
+    assert "on the same tokens" in verdict(tables, 0.05)
+    assert "this model's differ more (p = 0.048)." in verdict(tables, 0.05)
+    assert outcome(tables, 0.05) == "routing differs, p = 0.048"
+    assert "untrained" not in verdict(analyse(choices, rule), 0.05)
 
 
 def test_nan_in_the_model_is_no_profile(place: Path) -> None:
