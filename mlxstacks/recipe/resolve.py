@@ -298,7 +298,9 @@ def _with_nano(
     if not empty:
         return settings, ()
     if "model" in row.nano and "model" not in empty:
-        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
+        domains = getattr(getattr(settings, "run", settings), "domains", ())
+        optional = (*row.optional, *["data"] * bool(domains and all(d.data for d in domains)))
+        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in optional]
         model = user_path(str(settings.model))  # type: ignore[attr-defined]
         if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
             raise InputError(
