@@ -39,7 +39,7 @@ _MORE_KEYS = {
     "identity": ("persona", "persona_data", "items", "narrow_items", "suite"),
 }
 # Made from the settings, not read.
-_MADE = {("suite", "default"), ("narrow_items", "default")}
+_MADE = (("suite", "default"), ("narrow_items", "default"))
 # A new store is made by the command itself; a log that is not there has no events.
 _NEED_NOT_BE = {("stacks import", "store_path"), ("route gaps", "log_path")}
 # Files of a data directory, and whether a run needs them.
