@@ -299,7 +299,8 @@ def _with_nano(
         return settings, ()
     if "model" in row.nano and "model" not in empty:
         domains = getattr(getattr(settings, "run", settings), "domains", ())
-        optional = (*row.optional, *["data"] * bool(domains and all(d.data for d in domains)))
+        listed = bool(domains) and all(getattr(domain, "data", None) for domain in domains)
+        optional = (*row.optional, "data") if listed else row.optional
         needed = [f"--{key.replace('_', '-')}" for key in empty if key not in optional]
         model = user_path(str(settings.model))  # type: ignore[attr-defined]
         if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
