@@ -196,7 +196,7 @@ def profile(model: str | Path | None = None, *, data: str | Path | None = None,
     """Profile which experts groups of prompts go to, next to what chance gives."""
 
 def recipes(command: str | None = None) -> pandas.DataFrame:
-    """The recipes that come with mlxstacks, of all commands or of one: name, command, about."""
+    """The recipes that come with mlxstacks, of all commands or of one: name, command, about, time,"""
 
 def report(runs: str | Path | Sequence[str | Path] = (), *, save_path: str | Path | None = None,
     title: str = 'Results', date: str | None = None,

@@ -130,7 +130,9 @@ class _Translating(click.Command):
             by_option = [key for key in ("model", "adapter_path", "save_path") if key in self.flags]
             if error.message.startswith("Got unexpected extra") and by_option:
                 shown = " ".join(f"{self.flags[key]} {key.upper()}" for key in by_option)
-                error.message += f": {self.name} takes its paths by option, {shown}"
+                raise click.UsageError(
+                    f"{error.message}: {self.name} takes its paths by option, {shown}", ctx
+                ) from None
             raise
 
     def _ends(self) -> Collection[str]:

@@ -1,5 +1,8 @@
 """Settings of training data: sources, what is dropped, how rows are split. Imports no NumPy."""
 
+import functools
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -19,7 +22,7 @@ Decontaminate = Literal["off", "words", "substrings"]
 
 
 class SourceSettings(Settings):
-    """One source of rows: a file or directory here, or a Hugging Face data set in the cache."""
+    """One source of rows: a file or directory here, or a Hugging Face data set."""
 
     path: str | None = Field(
         None,
@@ -27,10 +30,22 @@ class SourceSettings(Settings):
         "directory written by datasets' save_to_disk",
     )
     dataset: str | None = Field(
-        None, description="Hugging Face data set by id; read from the cache, never downloaded"
+        None, description="Hugging Face data set by id; read from the cache"
+    )
+    download: bool = Field(
+        False,
+        description="of a data set that is not in the cache, download the files that are read",
     )
     name: str | None = Field(None, description="configuration of the Hugging Face data set")
     split: str = Field("train", description="split of a data set that has several")
+    files: str | None = Field(
+        None, description="pattern of the files to download, in place of the split's own"
+    )
+    fields: dict[str, str | list[str]] = Field(
+        {},
+        description="key that a format knows -> column that holds it, or columns whose values "
+        "become a list; other columns are left out. Default: keys are columns",
+    )
     format: FormatName = Field("auto", description="what the keys of a row mean; auto: by the keys")
     filter: Literal["code"] | None = Field(
         None, description="code: keep the rows in which a mark of program code occurs"
@@ -53,12 +68,51 @@ class SourceSettings(Settings):
             raise ValueError("give path (a file or directory) or dataset (a Hugging Face id)")
         if self.path and self.name:
             raise ValueError("name goes with dataset: a path has no configurations")
+        if not self.dataset and (self.download or self.files):
+            raise ValueError("download goes with dataset")
+        if self.files and not self.download:
+            raise ValueError("files goes with download")
         return self
 
     @property
     def label(self) -> str:
         """How messages and reports name the source: as it was written in the settings."""
         return self.path or "/".join(filter(None, (self.dataset, self.name)))
+
+
+MIX = "mix:"
+
+
+@functools.cache
+def _mixes() -> dict[str, list[dict[str, Any]]]:
+    import yaml
+
+    table: dict[str, list[dict[str, Any]]] = yaml.safe_load(
+        (Path(__file__).parents[1] / "assets" / "mixes.yaml").read_text(encoding="utf-8")
+    )
+    return table
+
+
+def mix(name: str) -> tuple[SourceSettings, ...]:
+    """The sources of a named mix of published data (assets/mixes.yaml), each to be downloaded.
+
+    Raises: ValueError: there is no such mix.
+    """
+    if name not in _mixes():
+        raise ValueError(f"no mix {name!r}; there are {', '.join(_mixes())}")
+    return tuple(SourceSettings(download=True, **source) for source in _mixes()[name])
+
+
+def _each_source(value: Any) -> Any:
+    """A list of sources from one or several, with mixes as the sources they stand for."""
+    listed = [value] if isinstance(value, str | Mapping | SourceSettings) else value
+    if not isinstance(listed, list | tuple):
+        return listed
+    sources: list[Any] = []
+    for source in listed:
+        is_mix = isinstance(source, str) and source.startswith(MIX)
+        sources += mix(source.removeprefix(MIX)) if is_mix else [source]
+    return sources
 
 
 # A plain path stands for a source with all else at its default.
@@ -76,11 +130,12 @@ class DomainDataSettings(Settings):
 
     sources: Annotated[
         tuple[Source, ...],
-        BeforeValidator(
-            lambda value: [value] if isinstance(value, str | dict | SourceSettings) else value,
-            json_schema_input_type=tuple[Source, ...] | Source,
-        ),
-    ] = Field(min_length=1, description="where the rows come from; a plain path is a source too")
+        BeforeValidator(_each_source, json_schema_input_type=tuple[Source, ...] | Source),
+    ] = Field(
+        min_length=1,
+        description="where the rows come from; a plain path is a source too, and so is mix:NAME, "
+        "the published data of that name",
+    )
     validation_fraction: float = Field(
         0.02, gt=0, lt=1, description="share of the rows kept for validation, by content hash"
     )

@@ -1,21 +1,22 @@
-"""Where rows come from: files and directories here, and Hugging Face data sets in the cache; and
-one source read: rows in their format, cleaned, without repeats, drawn down to the cap.
+"""Where rows come from: files and directories here, and Hugging Face data sets in the cache or, if
+a source says so, of the hub; and one source read: rows in their format, cleaned, without repeats,
+drawn down to the cap.
 
-Rows stream: of a source that is capped, no more is read than the cap needs. Nothing is downloaded,
-and no code of a data set runs.
+Rows stream: of a source that is capped, no more is read, or downloaded, than the cap needs. No code
+of a data set runs.
 """
 
 import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.data import arrow_sets
+from mlxstacks.data import arrow_sets, hub_sets
 from mlxstacks.data.cleaning import cut_answer, holds_code, reason_to_drop, strip_record
 from mlxstacks.data.examples import Example, keep_one, make_example
 from mlxstacks.data.formats import FORMATS, row_reader
@@ -109,11 +110,32 @@ def training_parts(
 def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """Find what a source names; a relative path is taken from `root`.
 
-    Raises: InputError: it is not there (NotCachedError for a data set), or holds no file of a known
-        kind. Broken rows raise it later, while rows are read.
+    Raises: InputError: it is not there (NotCachedError for a data set), cannot be downloaded, or
+        holds no file of a known kind. Broken rows raise it later, while rows are read.
     """
-    if source.dataset:
-        return _cached(source, source.dataset)
+    opened = _cached(source, source.dataset) if source.dataset else _local(source, root)
+    return replace(opened, rows=_renamed(opened.rows, source.fields)) if source.fields else opened
+
+
+def _renamed(rows: arrow_sets.Rows, fields: Mapping[str, str | list[str]]) -> arrow_sets.Rows:
+    """Rows with the keys of `fields` alone; their columns are what a format knows them by."""
+    used = {n for names in fields.values() for n in ([names] if isinstance(names, str) else names)}
+    for where, row in rows:
+        if absent := used - row.keys():
+            raise InputError(
+                f"{where}: fields names {', '.join(sorted(absent))}, the row has the keys "
+                f"{', '.join(sorted(row))}"
+            )
+        yield (
+            where,
+            {
+                key: row[name] if isinstance(name, str) else [row[part] for part in name]
+                for key, name in fields.items()
+            },
+        )
+
+
+def _local(source: SourceSettings, root: Path) -> OpenSource:
     path = _path_of(source, root)
     if path.is_dir() and arrow_sets.is_saved_set(path):
         rows, files = arrow_sets.saved_set(path, source.split)
@@ -157,7 +179,9 @@ def _directory(path: Path, split: str, label: str, name: str | None = None) -> O
 
 
 def _cached(source: SourceSettings, dataset: str) -> OpenSource:
-    """A data set that `datasets` prepared once, else one whose files are in the hub cache."""
+    """A data set that `datasets` prepared once, else one whose files are in the hub cache; else, to
+    be downloaded, one of the hub.
+    """
     if not re.fullmatch(rf"[\w][\w.-]*|{_HUB_ID.pattern}", dataset, re.ASCII):
         raise InputError(f"{dataset!a}: not a Hugging Face id; give files and directories as path")
     prepared = arrow_sets.cached_set(dataset, source.name, source.split)
@@ -165,14 +189,31 @@ def _cached(source: SourceSettings, dataset: str) -> OpenSource:
         rows, files = prepared
         return OpenSource(rows, {f"{source.label}/{file.name}": file for file in files})
     snapshot = arrow_sets.hub_snapshot(dataset)
+    if source.download:
+        return _downloaded(source, str(snapshot or dataset))
     if snapshot is None:
         raise NotCachedError(
             f"{dataset}: not in the cache of Hugging Face data sets, and nothing is downloaded "
             f"here; get it with `hf download --repo-type dataset {dataset}`, or with "
-            "datasets.load_dataset, or give the path of a file or directory that is there",
+            "datasets.load_dataset, or by `download: true` in its source, or give the path of a "
+            "file or directory that is there",
             dataset,
         )
     return _directory(snapshot, source.split, dataset, source.name)
+
+
+def _downloaded(source: SourceSettings, repository: str) -> OpenSource:
+    """Files come one by one, as their rows are read. repository: an id, or its directory here."""
+    urls = hub_sets.split_files(repository, source.name, source.split, source.files)
+    files: dict[str, Path] = {}
+
+    def rows() -> arrow_sets.Rows:
+        for url in urls:
+            path = hub_sets.fetch(url)
+            files[f"{source.label}/{hub_sets.name_of(url)}"] = path
+            yield from _file_rows(path)
+
+    return OpenSource(rows(), files)
 
 
 def _file_rows(path: Path) -> arrow_sets.Rows:

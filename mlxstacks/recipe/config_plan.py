@@ -6,7 +6,7 @@ allow, and each file that is not here. Nothing is evaluated and nothing is writt
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from mlxstacks.study.result import Result
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from mlxstacks.data.settings import TrainDataSettings
+    from mlxstacks.data.settings import SourceSettings, TrainDataSettings
     from mlxstacks.recipe.resolve import Resolved
 
 # Settings that name what is read. `save_path` of `stack` is read too, where it is there.
@@ -39,7 +39,7 @@ _MORE_KEYS = {
     "identity": ("persona", "persona_data", "items", "narrow_items", "suite"),
 }
 # Made from the settings, not read.
-_MADE = {("suite", "default"), ("narrow_items", "default")}
+_MADE = (("suite", "default"), ("narrow_items", "default"))
 # A new store is made by the command itself; a log that is not there has no events.
 _NEED_NOT_BE = {("stacks import", "store_path"), ("route gaps", "log_path")}
 # Files of a data directory, and whether a run needs them.
@@ -48,17 +48,23 @@ _ROWS = {"train.jsonl": True, "valid.jsonl": False}
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Something that is read. rows: lines of a JSONL file; None for what is no such file."""
+    """Something that is read. rows: lines of a JSONL file, or of a data set by its card on the hub.
+    download: what a run would do, or why it cannot, where a data set is not here.
+    """
 
     key: str
     path: str
     here: bool
     rows: int | None = None
     needed: bool = True
+    download: str = ""
 
     @property
     def words(self) -> str:
         """What a plan says of it."""
+        if self.download:
+            rows = "rows unknown" if self.rows is None else f"{self.rows:,} rows"
+            return f"{self.path}: {rows}; {self.download}"
         if self.rows is not None:
             return f"{self.path}: {self.rows:,} rows"
         if self.here:
@@ -69,6 +75,8 @@ class Input:
 
 def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
     """All that a command reads, in the order of KEYS; directories of rows by their files."""
+    from mlxstacks.study.items import item_sources
+
     inputs: list[Input] = []
     for key in (*KEYS, *_MORE_KEYS.get(name, ())):
         value = getattr(settings, key, None)
@@ -79,8 +87,16 @@ def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
         elif not (key == "data" and _domains(name, settings)):
             paths = value if isinstance(value, tuple) else (value,)
             # `prompts` is a file, a number of prompts or the prompts themselves, by the command.
-            inputs += [_input(key, path) for path in paths if isinstance(path, str)]
-    inputs += [_input("data", path) for path in dict.fromkeys(_sources(name, settings))]
+            for path in (path for path in paths if isinstance(path, str)):
+                items = item_sources(path) if key in ("items", "narrow_items") else ()
+                sets = [source for source in items if source.dataset]
+                inputs += _data_sets(key, sets) if sets else [_input(key, path)]
+    sources = list(_sources(name, settings))
+    data = getattr(settings, "data", None)
+    root = Path(data if isinstance(data, str) else ".")
+    files = dict.fromkeys(str(root / source.path) for source in sources if source.path)
+    inputs += [_input("data", file) for file in files]
+    inputs += _data_sets("data", [source for source in sources if source.dataset])
     return [*inputs, *_benchmarks(settings)] if name == "eval" else inputs
 
 
@@ -90,11 +106,15 @@ def absent(inputs: list[Input]) -> list[Input]:
 
 
 def check_inputs(name: str, settings: "BaseModel") -> None:
-    """For a plan without a recipe, of paths that were typed. A model may be downloaded by the run.
+    """For a plan without a recipe, of paths that were typed; what a run may download needs not be.
 
     Raises: InputError naming each input that is not here.
     """
-    missing = [item for item in absent(inputs_of(name, settings)) if item.key != "model"]
+    missing = [
+        item
+        for item in absent(inputs_of(name, settings))
+        if item.key != "model" and not item.download
+    ]
     if missing:
         listed = ", ".join(f"{item.key} {item.path}" for item in missing)
         raise InputError(f"{name}: not here: {listed}; give a path that is there")
@@ -114,8 +134,7 @@ def _rows_of(data: "str | TrainDataSettings") -> Iterator[Input]:
     for source in train_data_settings(data).sources:
         path = user_path(source.path or "")
         if source.dataset:
-            here = _is_data_set_here(source.dataset, source.name, source.split)
-            yield Input("data", source.label, here)
+            yield from _data_sets("data", [source])
         elif path.suffix in SUFFIXES or (path.exists() and not (path / "train.jsonl").exists()):
             yield _input("data", source.label)
         else:
@@ -128,7 +147,6 @@ def _input(key: str, text: str, needed: bool = True) -> Input:
 
     path = user_path(text)
     here = path.exists() or (key == "model" and in_hub_cache(text))
-    here = here or (key == "items" and _is_data_set_here(text))
     rows = count_rows(path) if here and path.suffix == ".jsonl" and path.is_file() else None
     return Input(key, text, here, rows, needed)
 
@@ -143,6 +161,39 @@ def _is_data_set_here(dataset: str, name: str | None = None, split: str = "test"
     except ValueError:  # InputError; or of the settings, for what is no id at all
         return False
     return True
+
+
+def _data_sets(key: str, sources: "Iterable[SourceSettings]") -> Iterator[Input]:
+    """Data sets of the hub; of those that a run would download, rows as their cards say. Each card
+    is asked for once, and none after the hub was not reached.
+    """
+    from mlxstacks.data.hub_sets import NotReachedError, card_of, rows_by_card
+
+    cards: dict[str, Mapping[str, Any]] = {}
+    unreached = ""
+    for source in sources:
+        dataset = str(source.dataset)
+        here = _is_data_set_here(dataset, source.name, source.split)
+        if here or not source.download:
+            yield Input(key, source.label, here)
+            continue
+        rows, why = None, unreached
+        if not unreached:
+            try:
+                if dataset not in cards:
+                    cards[dataset] = card_of(dataset)
+                if not source.files:
+                    rows = rows_by_card(cards[dataset], source.name, source.split)
+            except NotReachedError as error:
+                why, unreached = str(error).partition(": ")[2], "the hub is not reachable"
+            except InputError as error:
+                why = str(error).partition(": ")[2]
+        what = why or "downloaded by the run"
+        if source.cap and not why:
+            what += f", as far as its first {2 * source.cap:,}, of which {source.cap:,} are drawn"
+        yield Input(
+            key, f"{source.label} ({source.files or source.split})", False, rows, True, what
+        )
 
 
 def _benchmarks(settings: Any) -> Iterator[Input]:
@@ -164,21 +215,19 @@ def _benchmarks(settings: Any) -> Iterator[Input]:
         yield Input("data", dataset, all_here)
 
 
-def _sources(name: str, settings: Any) -> Iterator[str]:
-    """Files of the domains, labels and unseen data that settings list."""
-    data = getattr(settings, "data", None)
-    root = Path(data if isinstance(data, str) else ".")
+def _sources(name: str, settings: Any) -> "Iterator[SourceSettings]":
+    """What the domains, labels and unseen data that settings list are read from."""
+    from mlxstacks.data.settings import SourceSettings
+
     for domain in _domains(name, settings):
         if domain.data is None:
-            yield str(root / f"{domain.name}.jsonl")
+            yield SourceSettings(path=f"{domain.name}.jsonl")
         else:
-            yield from (str(root / s.path) for s in domain.data.sources if s.path)
+            yield from domain.data.sources
     for labelled in getattr(settings, "sources", ()):
-        yield from (str(root / source.path) for source in labelled.data.sources if source.path)
+        yield from labelled.data.sources
     for source in getattr(settings, "unseen", ()) or ():
-        path = source if isinstance(source, str) else getattr(source, "path", None)
-        if path:
-            yield str(root / path)
+        yield SourceSettings(path=source) if isinstance(source, str) else source
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -242,7 +291,8 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
     known = all(shipped_config(model) is not None for model in models)
     if not missing or name == "guard":  # which reads nothing but a config, shipped or not
         return None
-    if not (from_recipe or (model_is_missing and known)):
+    downloads = any(item.download for item in missing)  # which no plan may begin
+    if not (from_recipe or downloads or (model_is_missing and known)):
         return None
     if model_is_missing and not known:
         if name in TRAIN:

@@ -307,7 +307,10 @@ def _with_nano(
     if not empty:
         return settings, ()
     if "model" in row.nano and "model" not in empty:
-        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
+        domains = getattr(getattr(settings, "run", settings), "domains", ())
+        listed = bool(domains) and all(getattr(domain, "data", None) for domain in domains)
+        optional = (*row.optional, "data") if listed else row.optional
+        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in optional]
         model = user_path(str(settings.model))  # type: ignore[attr-defined]
         if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
             raise InputError(

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.data.settings import SourceSettings
+from mlxstacks.data.formats import answer_of, options_of
+from mlxstacks.data.settings import MIX, SourceSettings, mix
 from mlxstacks.data.sources import open_source
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
@@ -51,18 +52,20 @@ class Item:
 
 
 def read_items(source: str, subjects: Sequence[str] = ()) -> list[Item]:
-    """All items of a file or of a data set in the Hugging Face cache (its test split), in order.
+    """All items of a file, of a data set in the Hugging Face cache (its test split) or of a mix of
+    published ones, in order.
 
     Raises: InputError listing every row that is no item, ids that occur twice, subjects that no
         item has.
     """
-    path = user_path(source)
-    settings = SourceSettings(path=str(path), split="test")
-    if not path.exists() and _HUB_ID.fullmatch(source) and not source.endswith((".jsonl", ".json")):
-        settings = SourceSettings(dataset=source, split="test")
-    rows = open_source(settings, Path.cwd()).rows
     problems: list[str] = []
-    items = [item for where, row in rows if (item := _item(where, row, problems))]
+    items: list[Item] = []
+    for settings in item_sources(source):
+        # Rows of a published set may have no subject: then it is the set.
+        unsaid = {"category": settings.label} if settings.download else {}
+        for where, row in open_source(settings, Path.cwd()).rows:
+            if item := _item(where, unsaid | row, problems):
+                items.append(item)
     twice = [name for name, count in Counter(i.item_id for i in items).items() if count > 1]
     if twice:
         problems.append(f"ids that occur twice: {', '.join(twice[:_MOST_SHOWN])}")
@@ -75,6 +78,19 @@ def read_items(source: str, subjects: Sequence[str] = ()) -> list[Item]:
         lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise InputError(f"{source}: " + "\n  ".join(["not usable:", *lines]))
     return [item for item in items if not subjects or item.subject in subjects]
+
+
+def item_sources(source: str) -> tuple[SourceSettings, ...]:
+    """Where the items of a run are. Raises: InputError: a mix that there is not."""
+    if source.startswith(MIX):
+        try:
+            return mix(source.removeprefix(MIX))
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    path = user_path(source)
+    if not path.exists() and _HUB_ID.fullmatch(source) and not source.endswith((".jsonl", ".json")):
+        return (SourceSettings(dataset=source, split="test"),)
+    return (SourceSettings(path=str(path), split="test"),)
 
 
 def _item(where: str, row: Mapping[str, Any], problems: list[str]) -> Item | None:
@@ -91,6 +107,15 @@ def _item(where: str, row: Mapping[str, Any], problems: list[str]) -> Item | Non
         wrong.append(f"category {TOTAL!r} is what tables call the sum of all: give it another name")
     if not isinstance(question, str) or not question.strip():
         wrong.append("no question")
+    if isinstance(options, Mapping) or isinstance(answer, int):  # as ARC and MedMCQA have it
+        try:
+            listed = options_of(options)
+            key = answer_of({"answer": answer}, listed)
+        except InputError as error:
+            wrong.append(str(error))
+        else:
+            options = list(listed.texts.values())
+            answer = string.ascii_uppercase[list(listed.texts).index(key)] if key else None
     texts = list(options) if isinstance(options, list | tuple) else []
     if not 2 <= len(texts) <= len(string.ascii_uppercase) or not all(
         isinstance(text, str) and text for text in texts

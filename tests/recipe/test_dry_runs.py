@@ -182,7 +182,8 @@ def test_rows_that_are_here_are_counted(offline: Path, command: Run) -> None:
     assert code == 0
     assert inputs["data/train.jsonl"]["rows"] == 2
     assert inputs["data/valid.jsonl"] == {
-        "key": "data", "path": "data/valid.jsonl", "here": False, "rows": None, "needed": False
+        "key": "data", "path": "data/valid.jsonl", "here": False, "rows": None, "needed": False,
+        "download": "",
     }  # fmt: skip
 
 

@@ -67,8 +67,8 @@ def run(
             said to be equal and are not; or the work directory holds another plan.
         RuntimeError: a cell's process ended in a way that is a mistake of ours.
     """
-    if settings.model is None or settings.data is None or settings.save_path is None:
-        raise InputError("stack compare needs model, data and save_path")
+    if settings.model is None or settings.save_path is None:
+        raise InputError("stack compare needs model and save_path")
     return run_study(_Comparison(settings, progress), dry_run=dry_run, progress=progress)
 
 
