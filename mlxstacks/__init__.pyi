@@ -231,12 +231,13 @@ def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | 
     sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     unseen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     save_path: str | Path | None = None, routers: str | Sequence[str] = (),
-    similarity: bool = False, targets: str | None = None, rows_per_group: int = 100,
-    include_trained: bool = False, gap_rows: int = 50, threshold: float = 0.01,
-    random_control: bool = True, sample_prompts: int = 2, sample_tokens: int = 48,
-    template: Literal['chat', 'alpaca'] | None = None, max_tokens: int = 256, draws: int = 2000,
-    seed: int = 0, resume: bool = True, force: bool = False,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    similarity: bool = False, arrow: bool = False, targets: str | None = None,
+    rows_per_group: int = 100, include_trained: bool = False, gap_rows: int = 50,
+    threshold: float = 0.01, random_control: bool = True, sample_prompts: int = 2,
+    sample_tokens: int = 48, template: Literal['chat', 'alpaca'] | None = None,
+    max_tokens: int = 256, draws: int = 2000, seed: int = 0, resume: bool = True,
+    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Measure whether routing pays: losses in every mode, the router's metrics, gaps."""
 
 def route_explain(prompt: str | None = None, store_path: str | Path | None = None, *,
