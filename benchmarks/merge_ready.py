@@ -7,8 +7,8 @@
 Every arm trains as many steps of `mlxstacks train` with the same options and data, but for
 --merge-ready. Loss is of the validation rows, in nats per token: unfused as mlx-lm computes the
 adapter; fused in the requantized model. KL, nats per token, and the same next token are of the
-fused model against the arm's own unfused adapter, over those rows. For grid the unfused adapter is not
-what was trained: its fused model is, to the bit. Everything computes in float32 with the stored
+fused model against the arm's own unfused adapter, over those rows. For grid the unfused adapter is
+not what was trained: its fused model is, to the bit. Everything computes in float32 with the stored
 values. A finished arm is a file in --save-path, and is not made again.
 """
 

@@ -84,7 +84,7 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What another policy would give, estimated on a sample of rows."""
+    """What another policy would give, by a sample of rows. extra_bytes: beside this fuse."""
 
     policy: str
     survival: float
@@ -338,9 +338,10 @@ def verdict(
     if alternative is not None and (reached or 0.0) < min(
         settings.target_correlation, alternative.correlation - 0.01
     ):
+        cost = _cost(extra_bytes + alternative.extra_bytes, base_bytes)
         sentence += (
             f" --requant {alternative.policy}: correlation {alternative.correlation:.3f}, survival "
-            f"{_percent(alternative.survival)}, {_cost(alternative.extra_bytes, base_bytes)}."
+            f"{_percent(alternative.survival)}, {cost}."
         )
     return sentence
 

@@ -124,19 +124,29 @@ class PromptFeatures:
         if middle == count:
             yield noted
             return
-        layer = self._model.layers[middle - 1]
-        kind = type(layer)
 
-        def noting(module: nn.Module, *args: Any, **options: Any) -> Any:
-            output = kind.__call__(module, *args, **options)
+        def note(_: mx.array, output: Any) -> None:
             noted.append(output[0] if isinstance(output, tuple) else output)
-            return output
 
-        layer.__class__ = type(kind.__name__, (kind,), {"__call__": noting})
-        try:
+        with watched(self._model.layers[middle - 1], note):
             yield noted
-        finally:
-            layer.__class__ = kind
+
+
+@contextmanager
+def watched(module: nn.Module, note: Callable[[mx.array, Any], None]) -> Iterator[None]:
+    """Each call of a module is told to `note`: its first argument and what it returns."""
+    kind = type(module)
+
+    def noting(module: nn.Module, *args: Any, **options: Any) -> Any:
+        output = kind.__call__(module, *args, **options)
+        note(args[0], output)
+        return output
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": noting})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 class _BaseAlone(StackedLayer):

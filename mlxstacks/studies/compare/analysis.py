@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import InputError
 from mlxstacks.stats import MeanInterval, mean_interval
-from mlxstacks.studies.compare.settings import CompareSettings
+from mlxstacks.studies.compare.settings import CompareSettings, at_rate
 
 Outcome = Literal["better", "worse", "no difference shown", "undecided"]
 # failed: training said so (NaN, no memory). crashed: its process died.
@@ -53,6 +53,13 @@ RULES = {
     "family": "for the primary measure the confidence is shared out over the arms (Bonferroni); "
     "all other measures are told, not judged",
 }
+SEARCH_RULE = {
+    "rate": "each arm at that of `rates` with the lowest task_loss, mean over `search_seeds`, "
+    "among those that gave a result with every one of them"
+}
+Searches = Mapping[str, Mapping[str, Any]]
+"""Arm -> `rate`, its best learning rate, and `losses`: rate, as text -> mean task_loss over the
+search's seeds, None where one of them gave none."""
 # In this order in tables; name -> how it is called there.
 SUMMARY = {
     "task_loss": "task loss",
@@ -227,6 +234,40 @@ def check_domains(
         )
 
 
+def best_rates(settings: CompareSettings, cells: Mapping[tuple[str, int], CellRecord]) -> Searches:
+    """By SEARCH_RULE. cells: of the search, by the arm's name (`at_rate`) and seed.
+
+    Raises: InputError for an arm that no rate trains with every seed.
+    """
+    found = {}
+    for arm in settings.arms:
+        losses = {}
+        for rate in settings.rates:
+            name = at_rate(arm, rate, search=True).name
+            of_rate = [cells[name, seed] for seed in settings.search_seeds]
+            losses[str(rate)] = _mean(cell.values.get("task_loss") for cell in of_rate)
+        known = {rate: loss for rate, loss in losses.items() if loss is not None}
+        if not known:
+            reasons = "; ".join(f"{c.name}: {c.reason}" for c in cells.values() if c.reason)
+            raise InputError(
+                f"no learning rate of {list(settings.rates)} trains arm {arm.name} with each of "
+                f"the search's seeds ({reasons}); give other rates, or --retry"
+            )
+        best = min(known, key=known.__getitem__)
+        found[arm.name] = {"rate": float(best), "losses": losses}
+    return found
+
+
+def at_the_end(searches: Searches) -> list[str]:
+    """Notes on arms whose best rate is the lowest or highest one: the best may lie beyond."""
+    return [
+        f"{arm}: the best learning rate, {found['rate']:g}, is the {word} of those tried."
+        for arm, found in searches.items()
+        for word, end in (("lowest", min), ("highest", max))
+        if len(found["losses"]) > 1 and found["rate"] == end(map(float, found["losses"]))
+    ]
+
+
 def analyse(
     settings: CompareSettings, budgets: Budgets, cells: Sequence[CellRecord]
 ) -> list[ArmResult]:
@@ -369,7 +410,9 @@ def of_domains(settings: CompareSettings, result: ArmResult) -> dict[str, MeanIn
     return found if len(found) > 1 else {}
 
 
-def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
+def verdict(
+    settings: CompareSettings, results: Sequence[ArmResult], searches: Searches | None = None
+) -> str:
     """The outcomes in words."""
     control, *others = results
     sentences = []
@@ -390,4 +433,7 @@ def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
                 for domain, i in domains.items()
             )
         sentences.append(f"{words}.")
+    if searches:
+        rates = ", ".join(f"{arm} {found['rate']:g}" for arm, found in searches.items())
+        sentences.append(f"Each at the best of {len(settings.rates)} learning rates: {rates}.")
     return f"{' '.join(sentences)} What counts is {settings.margin:g} nats per token."

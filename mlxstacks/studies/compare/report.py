@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from mlxstacks.stats import MeanInterval
-from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, CellRecord
+from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, CellRecord, Searches
 from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 
@@ -31,6 +31,7 @@ def blocks(
     budgets: Budgets,
     results: Sequence[ArmResult],
     cells: Sequence[CellRecord],
+    searches: Searches | None = None,
 ) -> tuple[Block, ...]:
     """Plots, then tables; of each arm its differences to the control, the first arm."""
     plots = (*_judged_plot(settings, results), *_curves(cells))
@@ -38,8 +39,23 @@ def blocks(
     for place, result in enumerate(results[1:], 1):
         tables += _arm_tables(settings, results[0], result, place)
     return (
-        *plots, budget_table(settings, budgets), *_tables_of_all(settings, results), *tables
+        *plots, budget_table(settings, budgets), *_search_table(settings, searches or {}),
+        *_tables_of_all(settings, results), *tables,
     )  # fmt: skip
+
+
+def _search_table(settings: CompareSettings, searches: Searches) -> Iterator[Table]:
+    """Learning rates down, arms across, and which arms each is the best of."""
+    if searches:
+        yield Table.of(
+            "rates", "Search of learning rates: task loss",
+            {"learning rate": "text", **dict.fromkeys(searches, ("number", 4)), "best for": "text"},
+            [(f"{rate:g}", *(found["losses"][str(rate)] for found in searches.values()),
+              ", ".join(arm for arm, found in searches.items() if found["rate"] == rate))
+             for rate in settings.rates],
+            caption=f"Nats a token, means over seeds {', '.join(map(str, settings.search_seeds))}, "
+            "which judge nothing; fixed before the first seed that does.",
+        )  # fmt: skip
 
 
 def _cell(interval: MeanInterval | None) -> Cell:

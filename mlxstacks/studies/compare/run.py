@@ -7,6 +7,8 @@ first run. The comparison lives in `.NAME.work` beside its target until every ce
     cells/ARM_seed-S/      the cell's store, whole or to be resumed
     cells/ARM_seed-S.json  what is kept of the cell once it is done
     cells/ARM_seed-S.log   what the cell's process printed
+    cells/ARM_rate-R_...   the same of each cell of the search of learning rates; no store is kept
+    rates.json             what the search says, once it is done; the cells above come after it
 
 Killed at any moment, the same command resumes: finished cells are kept, the one under way continues
 from its last saved state. As a program this file is the process of one cell:
@@ -14,6 +16,7 @@ from its last saved state. As a program this file is the process of one cell:
     python -m mlxstacks.studies.compare.run < specification
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -26,15 +29,18 @@ from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.studies.compare.analysis import (
     RULES,
+    SEARCH_RULE,
     CellRecord,
     analyse,
+    at_the_end,
+    best_rates,
     check_budgets,
     check_domains,
     measures,
     verdict,
 )
 from mlxstacks.studies.compare.report import blocks, budget_table
-from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
+from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings, at_rate
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.study.child_process import Message, as_child, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
@@ -44,7 +50,7 @@ from mlxstacks.study.run_directory import plain, work_path
 from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.settings import StackRunSettings
 
-CELLS = "cells"
+CELLS, RATES = "cells", "rates.json"
 ABOUT = {
     "kind": "stack compare",
     "title": "Comparison of stack settings",
@@ -73,13 +79,19 @@ def run(
 
 
 class _Comparison(Study):
-    artifacts, provenance, plot_formats = (CELLS,), (f"{CELLS}/*.json",), FORMATS
+    artifacts, provenance, plot_formats = (CELLS, RATES), (f"{CELLS}/*.json", RATES), FORMATS
     settings: CompareSettings
 
     def __init__(self, settings: CompareSettings, progress: Progress | None) -> None:
         self.settings, self.progress = settings, progress
         self.inputs = (settings.model, settings.data)
         self.directory = work_path(self.work_target) / CELLS
+        self.search = [
+            (at_rate(arm, rate, search=True), seed)
+            for seed in settings.search_seeds
+            for rate in settings.rates
+            for arm in settings.arms
+        ]
         self.cells = [(arm, seed) for seed in settings.seeds for arm in settings.arms]
 
     def planned(self) -> Result:
@@ -98,8 +110,10 @@ class _Comparison(Study):
         )
         check_budgets(self.budgets, settings.equal, settings.tolerance)
         notes = dict.fromkeys(note for plan in planned.values() for note in plan.notes)
+        searched = f"{len(self.search)} runs search learning rates, then {len(self.cells)} judge."
         return Result(
-            **ABOUT, question=settings.question, status="planned", notes=tuple(notes),
+            **ABOUT, question=settings.question, status="planned",
+            notes=(*notes, searched) if self.search else tuple(notes),
             settings=settings.model_dump(mode="json", exclude=PLACES),
             plan=self._plan({name: plan.data for name, plan in planned.items()}),
             data={"budgets": self.budgets}, blocks=(budget_table(settings, self.budgets),),
@@ -111,16 +125,18 @@ class _Comparison(Study):
         """
         first, *others = (_data_of(plan) for plan in planned.values())
         own = {arm: data for arm, data in zip([*planned][1:], others, strict=True) if data != first}
-        settings, seedless = self.settings, {*_NOT_OF_THE_PLAN, "seed"}
+        settings, search = self.settings, {"rates", "search_seeds"}
+        given = _NOT_OF_THE_PLAN | {"arms", "run"} | (set() if settings.rates else search)
+        of_cell = _NOT_OF_THE_PLAN | {"seed"} | ({"learning_rate"} if settings.rates else set())
         return {
-            **settings.model_dump(mode="json", exclude={*_NOT_OF_THE_PLAN, "arms", "run"}),
+            **settings.model_dump(mode="json", exclude=given),
             "control": settings.arms[0].name,
             "arms": {
-                arm.name: settings.settings_of(arm).model_dump(mode="json", exclude=seedless)
+                arm.name: settings.settings_of(arm).model_dump(mode="json", exclude=of_cell)
                 for arm in settings.arms
             },
             "budgets": self.budgets,
-            "rules": RULES,
+            "rules": RULES | (SEARCH_RULE if settings.rates else {}),
             "base_fingerprint": planned[settings.arms[0].name]["base_fingerprint"],
             "data": first,
             **({"data_of_arms": own} if own else {}),
@@ -132,11 +148,30 @@ class _Comparison(Study):
 
     def steps(self, work: Path) -> Iterator[Step]:
         self.directory.mkdir(exist_ok=True)
-        for place, (arm, seed) in enumerate(self.cells):
+        if self.search:
+            # Once it has chosen, nothing is run again that it was chosen by.
+            for place, (arm, seed) in enumerate(() if (work / RATES).exists() else self.search):
+                yield Step(_cell_name(arm, seed), partial(self._search_cell, arm, seed, place))
+            yield Step("rates", self._choose_rates, (RATES,))
+            chosen = read_object((work / RATES).read_bytes())
+        for place, (arm, seed) in enumerate(self.cells, len(self.search)):
+            arm = at_rate(arm, chosen[arm.name]["rate"]) if self.search else arm
             yield Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
 
     def conclude(self, work: Path) -> Result:
         return concluded(self.settings, self.budgets, work)
+
+    def _search_cell(self, arm: ArmSettings, seed: int, place: int, work: Path) -> None:
+        """The record is all that a search is for."""
+        self._run_cell(arm, seed, place, work)
+        shutil.rmtree(self.directory / _cell_name(arm, seed), ignore_errors=True)
+
+    def _choose_rates(self, out: Path) -> None:
+        records = {
+            (arm.name, seed): _read_record(self.directory / f"{_cell_name(arm, seed)}.json")
+            for arm, seed in self.search
+        }
+        write_json(out / RATES, best_rates(self.settings, records))
 
     def _run_cell(self, arm: ArmSettings, seed: int, place: int, work: Path) -> None:
         """Run a cell's process to its end, however it ends; not where it has a result already, or,
@@ -149,9 +184,9 @@ class _Comparison(Study):
 
         def on_progress(message: Message) -> None:
             if self.progress:
-                where = f"{place + 1}/{len(self.cells)} {arm.name}, seed {seed}: {message['what']}"
-                share = message["done"] / message["total"]
-                self.progress(place + share, len(self.cells), where)
+                total = len(self.search) + len(self.cells)
+                where = f"{place + 1}/{total} {arm.name}, seed {seed}: {message['what']}"
+                self.progress(place + message["done"] / message["total"], total, where)
 
         # The guard was asked when the arm was planned; seeds do not change its answer.
         stack = self._of(arm, save_path=str(self.directory / name), seed=seed, guard="off")
@@ -173,16 +208,18 @@ def concluded(
     cells = [_cell_name(arm, seed) for seed in settings.seeds for arm in settings.arms]
     records = [_read_record(directory / CELLS / f"{name}.json") for name in cells]
     results = analyse(settings, budgets, records)
+    searches = read_object((directory / RATES).read_bytes()) if settings.rates else {}
     return Result(
-        **ABOUT, status="done", verdict=verdict(settings, results),
+        **ABOUT, status="done", verdict=verdict(settings, results, searches),
         outcome=", ".join(f"{result.arm}: {result.outcome}" for result in results[1:]),
         data={
             "budgets": budgets,
             "arms": [asdict(result) for result in results],
             "cells": [_record_json(record) for record in records],
+            **({"rates": searches} if searches else {}),
         },
-        blocks=blocks(settings, budgets, results, records),
-        notes=tuple(_how_cells_ended(records)),
+        blocks=blocks(settings, budgets, results, records, searches),
+        notes=(*_how_cells_ended(records), *at_the_end(searches)),
     )  # fmt: skip
 
 

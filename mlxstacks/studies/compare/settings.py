@@ -54,6 +54,15 @@ class CompareSettings(Settings):
         description="Seeds of first weights and of the order of the data; arms are compared seed "
         "by seed. Repeatable.",
     )
+    rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(
+        (),
+        description="Learning rates of which each arm is trained at its own best one, in place of "
+        "the run's and the arm's: that of the lowest task_loss over `search_seeds`, fixed before "
+        "the first of `seeds`. Default: no search. Repeatable.",
+    )
+    search_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (100, 101), description="Seeds of that search, none of `seeds`. Repeatable."
+    )
     run: StackRunSettings = Field(
         # No round ends early and none is dropped for gaining little: budgets are spent as planned.
         StackRunSettings(
@@ -101,6 +110,14 @@ class CompareSettings(Settings):
             )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds is {list(self.seeds)}; give at least one, each once")
+        if len(set(self.rates)) < len(self.rates):
+            raise ValueError(f"rates is {list(self.rates)}; give each once")
+        search = self.search_seeds
+        if self.rates and (not search or len({*search, *self.seeds}) < len(search + self.seeds)):
+            raise ValueError(
+                f"search_seeds is {list(search)}; give at least one, each once, none of seeds "
+                f"{list(self.seeds)}"
+            )
         changed = self.run.model_dump(exclude_defaults=True)
         problems = [
             f"run.{name} is set by the comparison: give {'seeds' if name == 'seed' else name}"
@@ -116,7 +133,11 @@ class CompareSettings(Settings):
                 problems.append(f"arm {arm.name} changes {', '.join(shared)}, which all arms share")
                 continue
             try:
-                self.settings_of(arm)
+                domains = self.settings_of(arm).domains
+                if self.rates and any(domain.learning_rate for domain in domains):
+                    problems.append(
+                        f"arm {arm.name}: a domain has a learning rate; rates search it"
+                    )
             except ValidationError as error:
                 problems += [
                     f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
@@ -131,6 +152,12 @@ class CompareSettings(Settings):
         # What is at its default counts as not said: some checks ask whether it was.
         values = self.run.model_dump(exclude_defaults=True)
         return StackRunSettings.model_validate(overlaid(values, arm.change) | given)
+
+
+def at_rate(arm: ArmSettings, rate: float, *, search: bool = False) -> ArmSettings:
+    """An arm with that learning rate; of a search its name says so."""
+    update = {"change": {**arm.change, "learning_rate": rate}}
+    return arm.model_copy(update=update | ({"name": f"{arm.name}_rate-{rate}"} if search else {}))
 
 
 def overlaid(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

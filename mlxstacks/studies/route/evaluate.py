@@ -32,6 +32,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
+from mlxstacks.routing.arrow import ArrowRouter
 from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
 from mlxstacks.routing.outcomes import LOSSES, RouterExample
@@ -89,8 +90,8 @@ COMPARED = ("base", "ungated", *ROUTED)
 # What was published as pictures of one prompt each: an answer that was good after the first domain,
 # broken when all stacks are on, and good again when they are routed.
 PANELS = {"after one domain": "prefix", "all, ungated": "ungated", "all, routed": "routed"}
-# The router without training; no file is called so.
-SIMILARITY = "similarity (no training)"
+# The routers without training; no file is called so.
+SIMILARITY, ARROW = "similarity (no training)", "Arrow (no training)"
 Progress = Callable[..., None]
 
 
@@ -176,6 +177,7 @@ class _Evaluation(Study):
         settings, served = self.settings, self.served
         examples, unseen = read_all(settings, served.store, served.tokenizer, notes)
         modes = tuple(m for m in MODES if m != "random_stack" or settings.random_control)
+        first: _Case | None = None
         for path in settings.routers or (None,):
             router = load_prompt_router(served.store, served.model, served.tokenizer, path)
             notes += router.notes
@@ -200,12 +202,13 @@ class _Evaluation(Study):
                     "domains is of the others."
                 )
             yield case
-            if settings.similarity and modes is not COMPARED:
-                first = case
+            first = first or case
             modes = COMPARED
+        assert first is not None
         if settings.similarity:
-            router = _similarity_router(first, examples)
-            yield _Case(SIMILARITY, router, first.rows, COMPARED)
+            yield _Case(SIMILARITY, _similarity_router(first, examples), first.rows, modes)
+        if settings.arrow:
+            yield _Case(ARROW, ArrowRouter(first.router, served.model), first.rows, modes)
 
     # --- figures ----------------------------------------------------------------------------------
 
@@ -228,7 +231,9 @@ class _Evaluation(Study):
                 "matrix": first.matrix,
                 "differences": first.differences,
                 "routers": routers,
-                "over_routers": over_routers([r for r in routers if r["name"] != SIMILARITY]),
+                "over_routers": over_routers(
+                    [r for r in routers if r["name"] not in (SIMILARITY, ARROW)]
+                ),
                 "gaps": {"scores": first.gaps, "loss": self._loss_gaps(case, first.table)},
                 "panels": {
                     panel: {

@@ -156,6 +156,11 @@ class RouteEvaluateSettings(_ServedSettings):
         description="Compare with a router without training too: the cosine of a prompt to each "
         "domain's mean prompt, of the data here that is not measured on.",
     )
+    arrow: bool = Field(
+        False,
+        description="Compare with Arrow too, a router from the weights alone: by the input that "
+        "each domain's stacks answer most (Ostapenko et al. 2024).",
+    )
     targets: str | None = Field(
         None,
         description="Directory that `route discover` wrote for these routers: prompts that they "

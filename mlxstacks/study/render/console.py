@@ -80,7 +80,7 @@ def _all_rows(result: "Document") -> str:
 
 def _written(result: "Document") -> str:
     plan = ""
-    if result.plan_sha256:
+    if result.plan_sha256 and result.standing.status != "no plan":
         standing = f", {result.standing.status}" if result.status == "done" else ""
         plan = f"Plan {result.plan_sha256[:16]}{standing}. "
     if result.status == "planned":

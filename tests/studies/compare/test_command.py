@@ -71,6 +71,13 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"iters": 0}}]}, "arm b: iters"),
         ({"seeds": [1, 1]}, "give at least one, each once"),
         ({"seeds": []}, "give at least one, each once"),
+        ({"rates": [0.1, 0.1]}, "rates is"),
+        ({"rates": [0.1], "seeds": [0, 101]}, r"search_seeds is \[100, 101\]; .* none of seeds"),
+        ({"rates": [0.1], "search_seeds": []}, "search_seeds is"),
+        (
+            {"rates": [0.1], "run": RUN | {"domains": [{"name": "a", "learning_rate": 0.1}]}},
+            "a domain has a learning rate",
+        ),
         ({"run": RUN | {"seed": 7}}, "run.seed is set by the comparison: give seeds"),
         ({"run": RUN | {"modes": ["prefix"]}, "primary": "ungated"}, "ungated among run.modes"),
     ],

@@ -4,7 +4,7 @@ Run: pytest tests/studies/compare/test_run.py
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.compare.analysis import CellRecord
 from mlxstacks.studies.compare.run import run
+from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.studies.stack.run import run as run_stack
 from mlxstacks.study import child_process, write
 from mlxstacks.study.result import Result
@@ -147,6 +148,122 @@ def test_an_interrupted_comparison_goes_on(
     assert report.plan_sha256 == compared[1].plan_sha256
     assert report.verdict == compared[1].verdict
     assert any("free_seed-1" in note and "No seconds" in note for note in report.notes)
+
+
+class Searched:
+    """Stands in for `run_child`: what a cell ends with, by its arm's rank, its rate and its seed.
+
+    Seeds of the search like rank 2 at 0.03 and rank 3 at 0.01; the others like all else better.
+    stop: the calls that an interrupt ends.
+    """
+
+    def __init__(self, stop: int = 1000, fails: Sequence[float] = ()) -> None:
+        self.stop, self.fails, self.stacks = stop, fails, list[Any]()
+
+    def __call__(
+        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
+        counting_library: str | None,
+    ) -> int:  # fmt: skip
+        self.stacks.append(stack := specification["stack"])
+        if len(self.stacks) > self.stop:
+            raise KeyboardInterrupt
+        if stack["learning_rate"] in self.fails:
+            on_message({"status": "failed", "reason": "not a number"})
+            return 0
+        best = {2: 0.03, 3: 0.01}[stack["stack"]["rank"]]
+        is_near = abs(stack["learning_rate"] - best) < 1e-9
+        loss = 1.0 + stack["seed"] / 100 - 0.5 * (is_near == (stack["seed"] >= 100))
+        Path(stack["save_path"]).mkdir(exist_ok=True)
+        keys = ("number", "loss_before", "loss_trained", "loss_after", "best_step", "ended", "last")
+        only = dict.fromkeys(keys) | {"kept": True, "steps": 2, "history": []}
+        only["validation"] = [{"step": 2, "validation_loss": loss}]
+        domain = {"final_loss": loss, "parameters": 8, "steps": 2, "rounds": [only]}
+        report = {"domains": {"alpha": domain}, "matrix": {}}
+        on_message({"status": "trained", "report": report, "seconds": 1.0})
+        return 0
+
+
+def searching(places: tuple[Path, Path], target: Path, /, **changes: Any) -> CompareSettings:
+    arms = ({"name": "two"}, {"name": "three", "change": {"stack": {"rank": 3}}})
+    given = {"arms": arms, "equal": ["steps"], "rates": (0.01, 0.02, 0.03), "primary": "task_loss"}
+    return compare_settings(places, target, **given | {"run": {"domains": ["alpha"]}} | changes)
+
+
+@pytest.fixture(scope="module")
+def searched(
+    places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Result, list[Any]]:
+    target, cells = tmp_path_factory.mktemp("searched") / "out", Searched()
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, cells)
+        return target, run(searching(places, target)), cells.stacks
+
+
+def test_rates_are_chosen_on_seeds_that_judge_nothing(
+    searched: tuple[Path, Result, list[Any]],
+) -> None:
+    """Each arm at its own, before the first seed that judges; that one would choose another."""
+    target, result, cells = searched
+    search, judged = cells[:12], cells[12:]
+    assert [s["seed"] for s in search] == [100] * 6 + [101] * 6
+    assert [(s["stack"]["rank"], s["learning_rate"], s["seed"]) for s in judged] == [
+        (2, 0.03, 0), (3, 0.01, 0), (2, 0.03, 1), (3, 0.01, 1),
+    ]  # fmt: skip
+    table = result.table("rates")
+    assert [*table["best_for"]] == ["three", "", "two"]
+    assert [*table["two"]] == pytest.approx([2.005, 2.005, 1.505])
+    assert "Each at the best of 3 learning rates: two 0.03, three 0.01." in result.verdict
+    assert "two: the best learning rate, 0.03, is the highest of those tried." in result.notes
+    assert len([*(target / "cells").glob("*.json")]) == 16
+    assert len([path for path in (target / "cells").iterdir() if path.is_dir()]) == 4
+    assert_its_files_give_edits_away(target, "rates.two.rate")
+
+
+@pytest.mark.parametrize("stop", [7, 12])
+def test_a_search_goes_on_where_it_was_interrupted(
+    places: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    searched: tuple[Path, Result, list[Any]],
+    stop: int,
+) -> None:
+    """To the same bytes; not with other rates, and not with a choice that was changed."""
+    target, work = tmp_path / "out", work_path(tmp_path / "out")
+    use(monkeypatch, Searched(stop))
+    with pytest.raises(KeyboardInterrupt):
+        run(searching(places, target))
+    if chosen := stop == 12:
+        with pytest.raises(InputError, match=r"rates: was \[0.01, 0.02, 0.03\], now \[0.01\]"):
+            run(searching(places, target, rates=(0.01,)))
+        written = (work / "rates.json").read_bytes()
+        (work / "rates.json").write_bytes(written.replace(b"0.03,", b"0.02,", 1))
+        with pytest.raises(InputError, match="was changed after it was written"):
+            run(searching(places, target))
+        (work / "rates.json").write_bytes(written)
+    assert (work / "rates.json").exists() == chosen
+    resumed = Searched()
+    use(monkeypatch, resumed)
+    result = run(searching(places, target))
+    assert len(resumed.stacks) == 16 - stop
+    assert (result.data, result.blocks) == (searched[1].data, searched[1].blocks)
+    records = [f"cells/{cell['name']}.json" for cell in result.data["cells"]]
+    ours, theirs = (
+        {path: (top / path).read_bytes() for path in ("rates.json", "plan.json", *records)}
+        for top in (target, searched[0])
+    )
+    assert ours == theirs
+
+
+def test_a_rate_that_fails_is_not_chosen(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, Searched(fails=(0.03,)))
+    result = run(searching(places, tmp_path / "out"))
+    assert result.data["rates"]["two"]["losses"]["0.03"] is None
+    assert result.data["rates"]["two"]["rate"] == 0.01
+    use(monkeypatch, Searched(fails=(0.01, 0.02, 0.03)))
+    with pytest.raises(InputError, match=r"trains arm two .*not a number.*--retry"):
+        run(searching(places, tmp_path / "none"))
 
 
 def test_a_crash_is_a_result_and_leaves_the_question_undecided(

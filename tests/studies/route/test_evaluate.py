@@ -191,12 +191,14 @@ def test_a_rows_losses_are_those_of_the_one_evaluator(
 def test_several_routers_are_compared(places: Places, tmp_path: Path) -> None:
     routers = write_routers(places, tmp_path / "routers", [1, 2])
     result = evaluate(places, tmp_path / "out", routers=[str(path) for path in routers], gap_rows=0,
-                     sample_prompts=0, random_control=False, similarity=True)  # fmt: skip
+                     sample_prompts=0, random_control=False, similarity=True,
+                     arrow=True)  # fmt: skip
     found = result.data
-    *trained, similar = found["routers"]
+    *trained, similar, arrow = found["routers"]
     assert [router["name"] for router in trained] == [str(path) for path in routers]
     assert similar["name"] == route_evaluate.SIMILARITY
-    for router in (trained[1], similar):
+    assert (arrow["name"], arrow["threshold"]) == (route_evaluate.ARROW, 0.5)
+    for router in (trained[1], similar, arrow):
         for mode in ("routed", "routed_hard"):
             differences, base = router["to_first"]["losses"][mode], trained[0]["losses"][mode]
             assert differences.keys() == base.keys()
@@ -207,7 +209,7 @@ def test_several_routers_are_compared(places: Places, tmp_path: Path) -> None:
         exact, base_exact = (r["exact_set"]["count"] for r in (router, trained[0]))
         assert router["to_first"]["set"]["n"] == router["exact_set"]["n"] == 12
         assert router["to_first"]["set"]["value"] == pytest.approx((exact - base_exact) / 12)
-    assert len(result.table("routers-compared")) == 2
+    assert len(result.table("routers-compared")) == 3
     found["routers"] = trained
     means = [r["differences"]["base"]["routed"]["all domains"]["value"] for r in found["routers"]]
     assert means[0] != means[1]

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks.layers import spectrum as spectra
 from mlxstacks.layers.latent import LatentPair, orthonormal_columns
 from mlxstacks.layers.moe_lora import Rows
 from mlxstacks.layers.packed import FrozenStack, PackedStacks
-from mlxstacks.studies.stack import geometry as stack_geometry
+from mlxstacks.layers.spectrum import Spectrum, blocks_of, input_direction, spectrum_of
 from mlxstacks.studies.stack.geometry import (
-    Spectrum,
-    blocks_of,
     chance_cosine,
     cosines,
     energy_inside,
@@ -26,7 +25,6 @@ from mlxstacks.studies.stack.geometry import (
     mean_spectrum,
     overlaps,
     projection_name,
-    spectrum_of,
 )
 from tests.layers.build import K, M, N, normal, random_stack
 
@@ -53,6 +51,16 @@ def same_span(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_input_direction_is_that_of_the_dense_deltas_below_each_other(form: str) -> None:
+    stack = random_stack(form, rank=2, num_experts=2)
+    across = np.split(dense(stack), 2 * (M if form == "per_expert" else 1), axis=1)
+    _, _, right = np.linalg.svd(np.concatenate(across), full_matrices=False)
+    found = input_direction(blocks_of(stack))
+    assert abs(found @ right[0]) == pytest.approx(1, abs=1e-9)
+    assert not input_direction([(np.zeros((N, 2)), np.ones((2, K)))]).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_spectrum_is_that_of_the_dense_delta(form: str) -> None:
     stack = random_stack(form, rank=2, num_experts=2)
     full = dense(stack)
@@ -72,7 +80,7 @@ def test_the_iteration_for_many_ranks_finds_the_same(
 ) -> None:
     stack = random_stack(form, rank=2, num_experts=2)
     exact = spectrum_of(blocks_of(stack))
-    monkeypatch.setattr(stack_geometry, "EXACT_RANKS", 1)
+    monkeypatch.setattr(spectra, "EXACT_RANKS", 1)
     found = spectrum_of(blocks_of(stack))
     count = min(len(exact.values), len(found.values))
     assert np.allclose(
@@ -83,8 +91,8 @@ def test_the_iteration_for_many_ranks_finds_the_same(
 
 
 def test_a_cut_spectrum_says_so_and_knows_all_energy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_geometry, "EXACT_RANKS", 1)
-    monkeypatch.setattr(stack_geometry, "LEADING", 4)
+    monkeypatch.setattr(spectra, "EXACT_RANKS", 1)
+    monkeypatch.setattr(spectra, "LEADING", 4)
     stack = random_stack("linear", rank=3, num_experts=4)
     found, full = spectrum_of(blocks_of(stack)), dense(stack)
     values = np.linalg.svd(full, compute_uv=False)
