@@ -1,9 +1,8 @@
 """What `mlxstacks stack compare` shows, as tables and plots: budgets, arms, differences, losses."""
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 
-from mlxstacks.stats import MeanInterval
+from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, CellRecord, Searches
 from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
@@ -14,16 +13,20 @@ _COUNTS = ("parameters", "steps", "seconds")
 def budget_table(settings: CompareSettings, budgets: Budgets) -> Table:
     """Each budget of each arm, and how far it is from the control's."""
     control = next(iter(budgets.values()))
-    rows: list[list[Cell]] = []
-    for arm, budget in budgets.items():
-        shares = [budget[name] / control[name] - 1 for name in BUDGETS]
-        rows.append([arm, *(
-            f"{budget[name]:,}{f' ({share:+.2%})' if share else ''}"
-            for name, share in zip(BUDGETS, shares, strict=True)
-        )])  # fmt: skip
+    differing = [n for n in BUDGETS if len({budget[n] for budget in budgets.values()}) > 1]
+    columns: Columns = {
+        "arm": "text", **dict.fromkeys(BUDGETS, "count"),
+        **{f"{name} beside control": ("points", 2) for name in differing},
+    }  # fmt: skip
+    rows: list[list[Cell]] = [
+        [arm, *(budget[name] for name in BUDGETS),
+         *(budget[name] / control[name] - 1 for name in differing)]
+        for arm, budget in budgets.items()
+    ]  # fmt: skip
     equal = ", ".join(settings.equal) or "nothing"
     title = f"Budgets; equal within {settings.tolerance:.2%}: {equal}"
-    return Table.of("budgets", title, dict.fromkeys(("arm", *BUDGETS), "text"), rows)
+    caption = "Beside control: percent more or less." if differing else ""
+    return Table.of("budgets", title, columns, rows, caption=caption)
 
 
 def blocks(
@@ -66,6 +69,12 @@ def _cell(interval: MeanInterval | None) -> Cell:
     return interval.mean, interval.low, interval.high
 
 
+def _steps(interval: MeanInterval | None) -> Cell:
+    """Without an interval where every seed has the same: steps are known to one evaluation only."""
+    same = interval is not None and interval.low == interval.high
+    return interval.mean if interval is not None and same else _cell(interval)
+
+
 def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Iterator[Plot]:
     judged = {r.arm: r.judged for r in results[1:] if r.judged is not None}
     if not judged:
@@ -89,8 +98,8 @@ def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Ite
 
 
 def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
-    """Validation loss of each domain by step: of an arm the mean over its seeds, at the steps that
-    all of them have.
+    """Validation loss of each domain by step: of an arm the mean over its seeds with its interval,
+    at the steps that all of them have, without the untrained loss where others are.
     """
     trained = [cell for cell in cells if cell.status == "trained"]
     arms = list(dict.fromkeys(cell.arm for cell in trained))
@@ -99,10 +108,14 @@ def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
         for arm in arms:
             curves = [dict(cell.curves[domain]) for cell in trained if cell.arm == arm]
             steps = sorted(set.intersection(*map(set, curves)))
-            losses = tuple(fmean(curve[step] for curve in curves) for step in steps)
-            series.append(Series(label=arm, x=tuple(steps), y=losses))
+            steps = [step for step in steps if step or len(steps) < 3]
+            means = [mean_interval([curve[step] for curve in curves]) for step in steps]
+            series.append(Series(
+                label=arm, x=tuple(steps), y=tuple(m.mean for m in means),
+                low=tuple(m.low for m in means), high=tuple(m.high for m in means),
+            ))  # fmt: skip
         ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in series if s.y)
-        title = f"Validation loss of {domain}, mean over seeds"
+        title = f"Validation loss of {domain}, mean over seeds with 95% interval"
         yield Plot(
             id=f"curves-{place + 1}", title=title, kind="lines", series=tuple(series),
             x_label="step", y_label="nats per token", alt=f"{title}; at the end {ends}.",
@@ -172,9 +185,10 @@ def _arm_tables(
         yield Table.of(
             f"steps-{place}", "Steps to the same validation loss",
             {"domain": "text", "arm": "text", "has the loss of": "text", "seeds": "text",
-             "steps": "change", "steps of the other": "change", "times faster": ("number", 2)},
-            [(domain, arm, other, f"{found.reached} of {found.n}", _cell(found.steps),
-              _cell(found.target_steps), _cell(found.ratio))
+             "steps": ("number", 1), "steps of the other": ("number", 1),
+             "times faster": ("number", 2)},
+            [(domain, arm, other, f"{found.reached} of {found.n}", _steps(found.steps),
+              _steps(found.target_steps), _cell(found.ratio))
              for arm, other, of_domains in ((result.arm, control.arm, result.to_control),
                                             (control.arm, result.arm, result.to_arm))
              for domain, found in of_domains.items()],
