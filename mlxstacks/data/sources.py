@@ -126,13 +126,10 @@ def _renamed(rows: arrow_sets.Rows, fields: Mapping[str, str | list[str]]) -> ar
                 f"{where}: fields names {', '.join(sorted(absent))}, the row has the keys "
                 f"{', '.join(sorted(row))}"
             )
-        yield (
-            where,
-            {
-                key: row[name] if isinstance(name, str) else [row[part] for part in name]
-                for key, name in fields.items()
-            },
-        )
+        yield where, {
+            key: row[names] if isinstance(names, str) else [row[name] for name in names]
+            for key, names in fields.items()
+        }  # fmt: skip
 
 
 def _local(source: SourceSettings, root: Path) -> OpenSource:

@@ -50,7 +50,8 @@ class ConfoundSettings(Settings):
         None,
         description="Multiple-choice items: a JSONL file with question_id, question, options, "
         "answer (a letter), category and, if wanted, justification; or a data set in the Hugging "
-        "Face cache, as TIGER-Lab/MMLU-Pro. Default: nano's own.",
+        "Face cache, as TIGER-Lab/MMLU-Pro; or mix:mmlu-pro or mix:mmlu-pro-medmcqa-arc, which are "
+        "downloaded. Default: nano's own.",
     )
     suite: str | None = Field(
         None,
