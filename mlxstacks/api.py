@@ -254,6 +254,7 @@ def _said_in_python(name: str, result: Any) -> Any:
     steps = result.next_steps.items()
     return result.model_copy(
         update={
+            "directory": result.directory and str(Path(result.directory).absolute()),
             "verdict": in_keywords(result.verdict, keywords),
             "notes": tuple(in_keywords(note, keywords) for note in result.notes),
             "next_steps": {step: in_keywords(call, keywords) for step, call in steps},

@@ -215,6 +215,11 @@ class Document(_Part):
     directory: str | None = Field(default=None, exclude=True)
     next_steps: dict[str, str] = Field(default_factory=dict, exclude=True)
 
+    @property
+    def tested_plan(self) -> str | None:
+        """The hash of a plan that the result was held to; None where it only describes."""
+        return None if self.standing.status == "no plan" else self.plan_sha256
+
     @model_validator(mode="after")
     def _ids_are_unique(self) -> "Document":
         ids = [block.id for block in self.blocks if not isinstance(block, Text)]

@@ -326,7 +326,7 @@ def _forgetting_plot(
         return None
     title = f"Forgetting, {mode} ({MODES[mode]})"
     (last, domain), most = max(later.items(), key=lambda item: item[1])
-    limit = max(abs(change) for change in later.values()) or 0.01
+    limit = max(0.1, *(abs(change) for change in later.values()))  # less is next to nothing
     return Plot(
         id=f"forgetting-{mode}", title=title, kind="heat map", categories=tuple(columns),
         series=tuple(Series(label=name, y=row) for name, row in changes.items()),

@@ -80,9 +80,9 @@ def _all_rows(result: "Document") -> str:
 
 def _written(result: "Document") -> str:
     plan = ""
-    if result.plan_sha256 and result.standing.status != "no plan":
+    if result.tested_plan:
         standing = f", {result.standing.status}" if result.status == "done" else ""
-        plan = f"Plan {result.plan_sha256[:16]}{standing}. "
+        plan = f"Plan {result.tested_plan[:16]}{standing}. "
     if result.status == "planned":
         would = f": would write {result.directory}" if result.directory else ""
         return f"{plan}Planned only{would}."

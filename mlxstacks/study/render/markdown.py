@@ -21,8 +21,8 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
     parts += [f"**EXPLORATORY**: {_text(reason)}" for reason in result.standing.reasons]
     if result.verdict:
         parts.append(f"**Verdict.** {_text(capital(result.verdict))}")
-    if result.plan_sha256 and result.standing.status != "no plan":
-        parts.append(f"Plan `{result.plan_sha256}`, fixed before the first answer.")
+    if result.tested_plan:
+        parts.append(f"Plan `{result.tested_plan}`, fixed before the first answer.")
     if hypothesis := (result.plan or {}).get("hypothesis"):
         parts.append(f"**Hypothesis.** {_text(str(hypothesis))}")
     for block in result.blocks:
