@@ -372,6 +372,9 @@ def _stacked_experts(dense: list[_Source], problems: list[str]) -> list[_Source]
                 "rank, scale and dtype, are needed to stack them"
             )
             continue
+        if any(outline.magnitude is not None for outline in outlines):
+            problems.append(f"{path}: DoRA of experts, which MLX has no layer for; train a LoRA")
+            continue
         a, b = (  # (E, R, K), (E, N, R)
             np.broadcast_to(half.T, (len(stack), *half.T.shape))
             for half in (outlines[0].lora_a, outlines[0].lora_b)

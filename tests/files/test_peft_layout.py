@@ -272,6 +272,11 @@ def test_experts_adapted_one_by_one_are_stacked(tmp_path: Path) -> None:
         @ tensors["mlp.experts.1.up_proj.lora_A.weight"]
     )
     assert np.allclose(delta_of(module)[1], 2 * second)
+    magnitudes = {
+        f"mlp.experts.{e}.up_proj.lora_magnitude_vector": np.ones(6, np.float32) for e in range(3)
+    }
+    with pytest.raises(AdapterError, match="up_proj: DoRA of experts"):
+        read_peft(save_peft(tmp_path / "dora", tensors | magnitudes, {"use_dora": True}))
     del (
         tensors["mlp.experts.1.up_proj.lora_A.weight"],
         tensors["mlp.experts.1.up_proj.lora_B.weight"],
