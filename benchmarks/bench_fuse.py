@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_fuse speed [--rounds 5]     whole processes, taking turns
         [--work DIR]  on another file system, one with copy-on-write clones for one
-    python -m benchmarks.bench_fuse memory [--rank 108]    peak memory with an adapter of 3 GB
+    python -m benchmarks.bench_fuse memory [--rank 108]    peak memory with an adapter of 3 GB,
+        [--layout parameters --rank 139]  in mlx-lm's format or one of PEFT's
     python -m benchmarks.bench_fuse fidelity               bits x delta x policy
 
 The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
@@ -110,26 +111,46 @@ def _write_random_shard(path: Path, tensors: list[tuple], seed: int) -> None:
         writer.close()
 
 
-def write_all_experts_adapter(directory: Path, rank: int) -> None:
-    """Every expert projection of every layer, written module by module."""
+def write_all_experts_adapter(directory: Path, rank: int, layout: str) -> None:
+    """Every expert projection of every layer, written module by module.
+
+    layout: "mlx", or of PEFT "parameters" (gate and up share lora_A) or "per_expert".
+    """
     random = np.random.default_rng(0)
     shapes = {"gate_proj": (1024, 512), "up_proj": (1024, 512), "down_proj": (512, 1024)}
-    paths = {
-        f"language_model.model.layers.{layer}.mlp.switch_mlp.{name}": sizes
-        for layer in range(LAYERS)
-        for name, sizes in shapes.items()
-    }
-    entries = []
-    for path, (width, rows) in paths.items():
-        entries.append((f"{path}.lora_a", "F32", (128, rank, width)))
-        entries.append((f"{path}.lora_b", "F32", (128, rows, rank)))
+    if layout == "parameters":  # the inner wrapper is gate_up_proj
+        shapes = {"base_layer": (1024, 1024), "": (512, 1024)}
+    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    keys = []
+    for layer in range(LAYERS):
+        block = f"model.layers.{layer}.mlp"
+        for name, (width, rows) in shapes.items():
+            if layout == "mlx":
+                keys.append(f"language_model.{block}.switch_mlp.{name}")
+                entries.append((f"{keys[-1]}.lora_a", "F32", (128, rank, width)))
+                entries.append((f"{keys[-1]}.lora_b", "F32", (128, rows, rank)))
+                continue
+            experts = [f"{e}." for e in range(128)] if layout == "per_expert" else [""]
+            for expert in experts:
+                path = f"base_model.model.{block}.experts.{expert}{name}".rstrip(".")
+                ranks = rank * 128 // len(experts)
+                entries.append((f"{path}.lora_A.weight", "F32", (ranks, width)))
+                entries.append((f"{path}.lora_B.weight", "F32", (rows, ranks)))
     directory.mkdir(parents=True)
-    with ShardWriter(directory / "adapters.safetensors", entries) as writer:
+    file = "adapters.safetensors" if layout == "mlx" else "adapter_model.safetensors"
+    with ShardWriter(directory / file, entries) as writer:
         for name, _, shape in entries:
-            size = np.float32(1e-4 if name.endswith("lora_b") else 1)
+            size = np.float32(1e-4 if "lora_b" in name.lower() else 1)
             for _ in range(shape[0]):
                 writer.write(name, random.standard_normal(shape[1:], np.float32) * size)
-    _write_adapter_config(directory, rank, [*paths])
+    if layout == "mlx":
+        _write_adapter_config(directory, rank, keys)
+        return
+    config = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank,
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _write_adapter_config(directory: Path, rank: int, keys: list[str]) -> None:
@@ -141,23 +162,19 @@ def _write_adapter_config(directory: Path, rank: int, keys: list[str]) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def memory(work: Path, rank: int) -> dict[str, Any]:
-    """Peak memory of a fuse by policy, with an adapter on all experts."""
-    model, adapter = work / "model", work / f"adapter-{rank}"
+def memory(work: Path, rank: int, layout: str) -> dict[str, Any]:
+    """Peak memory of a fuse with an adapter on all experts."""
+    model, adapter = work / "model", work / f"adapter-{layout}-{rank}"
     if not model.exists():
         write_big_model(model)
     if not adapter.exists():
-        write_all_experts_adapter(adapter, rank)
-    rows = {}
-    for policy in ("keep", "refit"):
-        target = work / "fused"
-        command = [sys.executable, "-m", "mlxstacks", "fuse", "--judge", "none"]
-        command += ["--requant", policy, "--force", "--model", str(model)]
-        command += ["--adapter-path", str(adapter), "--save-path", str(target)]
-        rows[policy] = run_process(command).__dict__
-        print(f"{policy}: {rows[policy]}", flush=True)
-        shutil.rmtree(target)
-    return {"adapter_bytes": sum(f.stat().st_size for f in adapter.iterdir()), "rows": rows}
+        write_all_experts_adapter(adapter, rank, layout)
+    target = work / "fused"
+    command = [sys.executable, "-m", "mlxstacks", "fuse", "--judge", "none", "--requant", "keep"]
+    command += ["--model", str(model), "--adapter-path", str(adapter), "--save-path", str(target)]
+    cost = run_process(command)
+    shutil.rmtree(target)
+    return {"adapter_bytes": sum(f.stat().st_size for f in adapter.iterdir()), **cost.__dict__}
 
 
 def write_big_adapter(directory: Path) -> None:
@@ -328,6 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("speed", "memory", "fidelity"))
     parser.add_argument("--rank", type=int, default=108, help="of the adapter of `memory`")
+    parser.add_argument("--layout", choices=("mlx", "parameters", "per_expert"), default="mlx")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, help="keep the model there; default: a temporary one")
     options = parser.parse_args()
@@ -338,7 +356,7 @@ def main() -> None:
             result: Any = speed(work, options.rounds)
             print_speed(result)
         elif options.what == "memory":
-            result = memory(work, options.rank)
+            result = memory(work, options.rank, options.layout)
         else:
             result = fidelity_table(work)
             print_fidelity(result)

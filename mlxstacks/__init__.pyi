@@ -133,6 +133,7 @@ def generate(model: nn.Module, tokenizer: Any,
 
 def guard(model: str | Path | None = None, *, max_seq_length: int = 2048, batch_size: int = 1,
     grad_accumulation_steps: int = 1, rank: int = 8, dropout: float = 0.0,
+    shared_outer: bool = False, merge_ready: Literal['pooled', 'grid'] | None = None,
     stack: Mapping[str, Any] | None = None, frozen_stacks: int = 0, directions: int = 0,
     layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (),
     base: Literal['stored', 'float32'] = 'stored',

@@ -19,8 +19,8 @@ from mlxstacks.files.lora_modules import (
 )
 from mlxstacks.files.merge_adapters import MergedModule, merge_adapters
 from mlxstacks.files.outputs import check_target
-from mlxstacks.files.peft_adapters import write_peft, write_zero_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
+from mlxstacks.files.peft_export import write_peft, write_zero_peft
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
     AdapterFormat,

@@ -8,8 +8,9 @@ stores no mark of the base in an adapter: `match_adapter` checks names and shape
 base itself where an adapter carries our fingerprint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +25,14 @@ from mlxstacks.files.lora_modules import (
     FLOAT_DTYPES,
     Adapter,
     LoraModule,
+    StoredPair,
+    StreamedModules,
     is_finite_number,
     is_shared_outer,
     open_weights,
     outer_halves_once,
     raise_problems,
     read_config,
-    read_pair,
     save_adapter,
     with_experts,
     with_magnitude,
@@ -76,7 +78,7 @@ def load_any_adapter(
     """An adapter in any format, in mlx-lm's terms. path: its directory, or a GGUF file.
 
     peft_layout: only for PEFT directories. model: for those (`read_peft`) and GGUF (`read_gguf`).
-    dora: the caller knows what to do with magnitudes. stream: mlx-lm's alone, see `read_adapter`.
+    dora: the caller knows what to do with magnitudes. stream: see `read_adapter`; not GGUF.
 
     Raises: AdapterError naming what is in the directory instead, or every problem of the adapter;
         one of DoRA where that is not wanted.
@@ -107,7 +109,7 @@ def _load_adapter(
     if (directory / WEIGHTS).exists():
         return read_adapter(directory, stream)
     if (directory / PEFT_WEIGHTS).exists():
-        return read_peft(directory, layout=peft_layout, model=model)
+        return read_peft(directory, peft_layout, model, stream)
     if len(files := sorted(directory.glob("*.gguf"))) == 1:
         return read_gguf(files[0], model)
     if files:
@@ -148,7 +150,7 @@ def read_adapter(path: str | Path, stream: bool = False) -> Adapter:
     problems: list[str] = []
     scale, rank = _scale_and_rank(config, problems)
     modules: Mapping[str, LoraModule]
-    read = _StreamedModules if stream else _read_modules
+    read = _streamed_modules if stream else _read_modules
     modules = read(header, scale, rank, kind, problems)
     raise_problems(directory, problems)
     if not modules:
@@ -211,45 +213,27 @@ def _read_modules(
     return modules
 
 
-class _StreamedModules(Mapping[str, LoraModule]):
-    """What `_read_modules` gives, read module by module; only the last one is held."""
+def _streamed_modules(
+    header: ShardHeader, scale: float, rank: int | None, kind: str, problems: list[str]
+) -> StreamedModules:
+    """What `_read_modules` gives, checked and read module by module."""
+    identity = file_identity(header.path)
+    groups: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in header.tensors.items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = info
 
-    def __init__(
-        self, header: ShardHeader, scale: float, rank: int | None, kind: str, problems: list[str]
-    ) -> None:
-        self._scale, self._path, self._identity = scale, header.path, file_identity(header.path)
-        self._kind = kind
-        groups: dict[str, dict[str, TensorInfo]] = {}
-        for name, info in header.tensors.items():
-            groups.setdefault(name.rpartition(".")[0], {})[name] = info
-        self._headers = {p: replace(header, tensors=group) for p, group in groups.items()}
-        self._last: LoraModule | None = None
-        self._rank, ranks = rank, set[int]()
-        for path in list(self._headers):
-            module = _read_modules(self._headers[path], scale, rank, kind, problems).get(path)
-            if module is not None:
-                ranks.add(module.rank)
-            del module  # before the next one is read
-        if rank is None and len(ranks) > 1:
-            problems.append(_rank_problem(ranks))
+    def read(path: str, problems: list[str]) -> LoraModule | None:
+        tensors = replace(header, tensors=groups[path])
+        return _read_modules(tensors, scale, rank, kind, problems).get(path)
 
-    def __getitem__(self, path: str) -> LoraModule:
-        if self._last is None or self._last.path != path:
-            header, problems = self._headers[path], list[str]()
-            self._last = None  # before the next one is read
-            self._last = _read_modules(header, self._scale, self._rank, self._kind, problems).get(
-                path
-            )
-            if problems or file_identity(self._path) != self._identity:
-                raise AdapterError(f"{self._path}: was changed while it was read; try again")
-        assert self._last is not None
-        return self._last
+    def rank_of(path: str) -> int:
+        module = read(path, problems)  # gone before the next one is read
+        return module.rank if module is not None else 0
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._headers)
-
-    def __len__(self) -> int:
-        return len(self._headers)
+    ranks = {*map(rank_of, groups)} - {0}
+    if rank is None and len(ranks) > 1:
+        problems.append(_rank_problem(ranks))
+    return StreamedModules(header.path, identity, {p: partial(read, p, []) for p in groups})
 
 
 def _rank_problem(ranks: set[int]) -> str:
@@ -278,10 +262,10 @@ def _read_pair(
     if mismatch:
         problems.append(f"{path}: lora_a {list(a.shape)}, lora_b {list(b.shape)}: {mismatch}")
         return None
-    halves = read_pair(a, b, problems)
-    if halves is None:
+    stored = StoredPair(a, b)
+    if not stored.check(problems):
         return None
-    module = LoraModule(path, *halves, scale)
+    module = LoraModule(path, stored.read("lora_a"), stored.read("lora_b"), stored.dtype, scale)
     if (magnitude := pair.get(_MAGNITUDE)) is not None:
         return with_magnitude(module, magnitude, problems)
     return with_experts(module, max(a.shape[0], b.shape[0])) if module.is_switch else module

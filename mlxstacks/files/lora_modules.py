@@ -14,7 +14,7 @@ either half of a switch pair may hold one expert that stands for all ("shared ou
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -23,7 +23,15 @@ import numpy as np
 
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.outputs import staged_directory, write_json
-from mlxstacks.files.shards import ShardHeader, ShardWriter, TensorInfo, read_header, read_tensor
+from mlxstacks.files.shards import (
+    ShardHeader,
+    ShardWriter,
+    TensorInfo,
+    file_identity,
+    read_header,
+    read_rows,
+    read_tensor,
+)
 from mlxstacks.files.strict_json import parse_object
 from mlxstacks.ops.affine import Array, from_storage, to_storage
 from mlxstacks.regular_files import check_regular
@@ -92,6 +100,37 @@ class Adapter:
         """Fingerprint of the base that it was trained on; None where the adapter names none."""
         value = self.config.get(FINGERPRINT_KEY) or self.metadata.get(FINGERPRINT_KEY)
         return str(value) if value else None
+
+
+class StreamedModules(Mapping[str, LoraModule]):
+    """Modules of a file, each read when it is asked for; only the last one is held.
+
+    identity: of the file (`file_identity`) before its modules were checked.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        identity: tuple[int, ...],
+        readers: Mapping[str, Callable[[], LoraModule | None]],
+    ) -> None:
+        self._file, self._identity, self._readers = file, identity, readers
+        self._last: LoraModule | None = None
+
+    def __getitem__(self, path: str) -> LoraModule:
+        if self._last is None or self._last.path != path:
+            read = self._readers[path]
+            self._last = None  # before the next one is read
+            self._last = read()
+            if self._last is None or file_identity(self._file) != self._identity:
+                raise AdapterError(f"{self._file}: was changed while it was read; try again")
+        return self._last
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
 
 
 def with_experts(module: LoraModule, experts: int) -> LoraModule:
@@ -201,12 +240,11 @@ def rescaled(module: LoraModule, scale: float) -> LoraModule:
     return replace(widened(module), lora_b=in_float32, scale=scale)
 
 
-def unified(modules: Iterable[LoraModule]) -> dict[str, LoraModule]:
-    """The same deltas at one rank and one scale, as mlx-lm's config demands.
+def common_rank_and_scale(modules: Collection[LoraModule]) -> tuple[int, float]:
+    """The largest rank, and the scale that most modules have, so that few are folded.
 
-    The scale that most modules have is kept, so that as few as possible are folded.
+    Raises: AdapterError where padding to that rank would make far more numbers than are stored.
     """
-    modules = list(modules)
     if not modules:
         raise AdapterError("an adapter needs at least one module")
     rank = max(module.rank for module in modules)
@@ -219,7 +257,13 @@ def unified(modules: Iterable[LoraModule]) -> dict[str, LoraModule]:
             f"numbers of {stored:,}; train or export the adapter with ranks nearer to each other"
         )
     scales = [module.scale for module in modules if module.scale]
-    scale = max(scales, key=scales.count) if scales else 0.0
+    return rank, max(scales, key=scales.count) if scales else 0.0
+
+
+def unified(modules: Iterable[LoraModule]) -> dict[str, LoraModule]:
+    """The same deltas at one rank and one scale, as mlx-lm's config demands."""
+    modules = list(modules)
+    rank, scale = common_rank_and_scale(modules)
     return {m.path: rescaled(padded(m, rank), scale) for m in modules}
 
 
@@ -350,29 +394,40 @@ def open_weights(path: Path) -> ShardHeader:
         raise AdapterError(f"adapter weights: {error}") from error
 
 
-def read_pair(a: TensorInfo, b: TensorInfo, problems: list[str]) -> tuple[Array, Array, str] | None:
-    """Raw numbers of both halves and their dtype: float32, exactly, where theirs differ; None, and
-    lines in `problems`, where they cannot be used.
-    """
-    before, halves = len(problems), []
-    for info in (a, b):
-        if info.dtype not in FLOAT_DTYPES:
-            allowed = ", ".join(FLOAT_DTYPES)
-            problems.append(f"{info.name}: dtype {info.dtype}; an adapter's numbers are {allowed}")
-            continue
-        if not info.size:
-            problems.append(f"{info.name}: shape {info.shape} holds nothing")
-            continue
-        raw = read_tensor(info)
-        index = first_non_finite(raw, info.dtype)
-        if index is not None:
-            problems.append(
-                f"{info.name}: NaN or Inf at index {list(index)}; train or export it again"
-            )
-        halves.append(raw if a.dtype == b.dtype else from_storage(raw, info.dtype))
-    if len(problems) > before:
-        return None
-    return halves[0], halves[1], a.dtype if a.dtype == b.dtype else "F32"
+@dataclass(frozen=True, slots=True)
+class StoredPair:
+    """Both halves of a pair where they are stored."""
+
+    lora_a: TensorInfo
+    lora_b: TensorInfo
+
+    @property
+    def dtype(self) -> str:
+        """Of the pair: float32, which holds either exactly, where its halves differ."""
+        return self.lora_a.dtype if self.lora_a.dtype == self.lora_b.dtype else "F32"
+
+    def read(self, half: str, first: int = 0, last: int | None = None) -> Array:
+        """Raw numbers of "lora_a" or "lora_b", of all its rows or some, in the pair's dtype."""
+        info: TensorInfo = getattr(self, half)
+        raw = read_rows(info, first, info.shape[0] if last is None else last)
+        return raw if info.dtype == self.dtype else from_storage(raw, info.dtype)
+
+    def check(self, problems: list[str]) -> bool:
+        """Whether the numbers can be used; why not goes to `problems`. Holds one half at a time."""
+        before = len(problems)
+        for info in (self.lora_a, self.lora_b):
+            if info.dtype not in FLOAT_DTYPES:
+                allowed = ", ".join(FLOAT_DTYPES)
+                problems.append(
+                    f"{info.name}: dtype {info.dtype}; an adapter's numbers are {allowed}"
+                )
+            elif not info.size:
+                problems.append(f"{info.name}: shape {info.shape} holds nothing")
+            elif (index := first_non_finite(read_tensor(info), info.dtype)) is not None:
+                problems.append(
+                    f"{info.name}: NaN or Inf at index {list(index)}; train or export it again"
+                )
+        return len(problems) == before
 
 
 _MOST_PROBLEMS = 8  # that a message lists

@@ -1,26 +1,17 @@
-"""PEFT's LoRA format (`adapter_model.safetensors`), read into mlx-lm's terms and written.
+"""PEFT's LoRA format (`adapter_model.safetensors`), read into mlx-lm's terms.
 
 Ranks and alphas may differ by module in PEFT; mlx-lm has one of each. Smaller ranks are padded
 with zeros, other scales folded into lora_b (`lora_modules.unified`): bit-exact where nothing is
-folded or the ratio is a power of two, else the deltas agree to 1 ulp of float32.
-
-Written is the layout of PEFT >= 0.19.1. PEFT computes `alpha / rank * B A`; alpha is chosen so that
-this quotient is the adapter's scale. Experts have three layouts (E experts, R rank):
-
-    parameters   .experts.lora_A (E*R, K)        PEFT's `target_parameters`, which it allows without
-                 .experts.lora_B (N, R*E)        dropout only; vLLM's where it has all experts in
-                 and .experts.base_layer...      one tensor
-    per_expert   .experts.0.gate_proj.lora_A     one linear an expert: vLLM's for other models
-    stacked      .experts.w1.lora_A (E, R, K)    w1 gate, w3 up, w2 down: SGLang's, and vLLM's with
-                 .experts.w1.lora_B (E, N, R)    --enable-moe-shared-loras. Shared outer: 1 for E in
-                                                 lora_A of w1 and w3, and in lora_B of w2
+folded or the ratio is a power of two, else the deltas agree to 1 ulp of float32. Layouts of experts
+are in `peft_layout` and `peft_export`. Numbers are read module by module, once all fit together.
 """
 
 import json
-import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,21 +23,20 @@ from mlxstacks.files.lora_modules import (
     FINGERPRINT_KEY,
     Adapter,
     LoraModule,
-    is_shared_outer,
+    StoredPair,
+    StreamedModules,
+    common_rank_and_scale,
     mlx_config,
     open_weights,
-    outer_halves_once,
+    padded,
     raise_problems,
     read_config,
-    read_pair,
-    save_adapter,
-    unified,
+    rescaled,
     with_experts,
     with_magnitude,
 )
 from mlxstacks.files.peft_config import PEFT_WEIGHTS, PeftConfig, parse_peft_config
 from mlxstacks.files.peft_layout import (
-    BLOCKS,
     EXPERT_NAMES,
     EXPERTS,
     FIRST_CURRENT_VERSION,
@@ -54,21 +44,15 @@ from mlxstacks.files.peft_layout import (
     ONE_EXPERT,
     PARAMETERS,
     STACKED_EXPERTS,
-    SWITCH,
     FusedPair,
-    as_fused,
     choose_layout,
     has_language_model,
     in_model,
-    is_embedding_name,
-    is_router_name,
-    join_gate_up,
     split_gate_up,
-    to_hub,
     to_mlx,
 )
-from mlxstacks.files.settings import ExpertLayout, PeftLayout
-from mlxstacks.files.shards import ShardHeader, TensorInfo, read_tensor
+from mlxstacks.files.settings import PeftLayout
+from mlxstacks.files.shards import DTYPES, ShardHeader, TensorInfo, file_identity
 from mlxstacks.files.stored_weight import module_paths, no_such_modules
 from mlxstacks.ops.affine import Array
 
@@ -95,7 +79,7 @@ _WRITES_HIDDEN = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(StoredPair):
     """A stored pair by hub name: lora_A (R, K), lora_B (N, R); an embedding's (R, V), (K, R).
 
     Stacked experts: (E, R, K) and (E, N, R), where either E may be 1, one for all.
@@ -103,18 +87,52 @@ class _Pair:
 
     path: str
     nested: int
-    lora_a: Array
-    lora_b: Array
-    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A module that is not read yet.
+
+    outline: the module with zeros for its numbers, which take no memory. read: the numbers of
+    "lora_a" or "lora_b".
+    """
+
+    outline: LoraModule
+    read: Callable[[str], Array]
+
+    def module(self, path: str, rank: int, scale: float) -> LoraModule:
+        """The module of that name, with its numbers, at another rank and scale."""
+        a, b = (np.ascontiguousarray(self.read(half)) for half in ("lora_a", "lora_b"))
+        module = replace(self.outline, path=path, lora_a=a, lora_b=b)
+        if module.is_switch:
+            module = with_experts(module, len(self.outline.lora_a))
+        return rescaled(padded(module, rank), scale)
+
+
+def _source(
+    path: str,
+    pair: StoredPair,
+    scale: float,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    read: Callable[[str], Array],
+) -> _Source:
+    """shapes: of lora_a and lora_b in mlx-lm's axes."""
+    zero = np.zeros((), DTYPES[pair.dtype][1])
+    a, b = (np.broadcast_to(zero, shape) for shape in shapes)
+    return _Source(LoraModule(path, a, b, pair.dtype, scale), read)
 
 
 def read_peft(
-    path: str | Path, layout: PeftLayout | None = None, model: Checkpoint | None = None
+    path: str | Path,
+    layout: PeftLayout | None = None,
+    model: Checkpoint | None = None,
+    stream: bool = False,
 ) -> Adapter:
     """A PEFT LoRA directory as an mlx-lm adapter.
 
     layout: of fused experts, needed only where shapes and the recorded PEFT version leave it open.
     model: the MLX checkpoint that it is meant for, where at hand: tells hidden size and names.
+    stream: check every module now, hold one at a time, and read each again when it is asked for.
 
     Raises: AdapterError listing every problem: features without an equal in MLX, unknown or half
         tensors, shapes that contradict the config, numbers that are not finite, an open layout,
@@ -123,18 +141,19 @@ def read_peft(
     directory = Path(path)
     raw_config = read_config(directory / CONFIG)
     header = open_weights(directory / PEFT_WEIGHTS)
+    identity = file_identity(header.path)
     problems: list[str] = []
     config = parse_peft_config(raw_config, problems)
-    pairs, ignored, magnitudes = _read_pairs(header, problems)
+    pairs, ignored, magnitudes = _stored_pairs(header, problems)
     dense, fused = _sort_pairs(pairs, config, problems)
     dense = _with_magnitudes(dense, magnitudes, bool(raw_config.get("use_dora")), problems)
     raise_problems(directory, problems)
     if not pairs:
         raise AdapterError(f"adapter {directory}: {PEFT_WEIGHTS} holds no LoRA tensors")
-    hub_modules = _stacked_experts(dense, problems)
-    hub_modules += _split_experts(fused, config, layout, _hidden_size(dense, model), header)
+    sources = _stacked_experts(dense, problems)
+    sources += _split_experts(fused, config, layout, _hidden_size(dense, model), header)
     raise_problems(directory, problems)
-    hub_paths = [module.path for module in hub_modules]
+    hub_paths = [source.outline.path for source in sources]
     if model is not None:
         paths = _paths_in(model, hub_paths, directory)
     else:
@@ -143,19 +162,23 @@ def read_peft(
         paths = [to_mlx(path, language_model) for path in hub_paths]
         if header.metadata.get(BLOCK_KEY) == OLD_BLOCK:
             paths = [path.replace(".mlp.", f".{OLD_BLOCK}.") for path in paths]
-    named = [replace(m, path=path) for m, path in zip(hub_modules, paths, strict=True)]
     counts = Counter(paths)
     raise_problems(
         directory,
         [f"{path}: {n} modules of the file mean it" for path, n in counts.items() if n > 1],
     )
-    modules = unified(named)
+    rank, scale = common_rank_and_scale([source.outline for source in sources])
+    readers = {
+        path: partial(source.module, path, rank, scale)
+        for path, source in zip(paths, sources, strict=True)
+    }
+    modules: Mapping[str, LoraModule] = StreamedModules(header.path, identity, readers)
     metadata = {IGNORED_KEY: ", ".join(ignored)} if ignored else {}
     base_name = raw_config.get("base_model_name_or_path")
     mlx = mlx_config(modules, base_name, header.metadata.get(FINGERPRINT_KEY))
     if raw_config.get("use_dora"):
         mlx["fine_tune_type"] = "dora"
-    return Adapter(directory, mlx, modules, metadata)
+    return Adapter(directory, mlx, modules if stream else dict(modules), metadata)
 
 
 def _paths_in(model: Checkpoint, hub_paths: list[str], directory: Path) -> list[str]:
@@ -172,29 +195,30 @@ def _paths_in(model: Checkpoint, hub_paths: list[str], directory: Path) -> list[
 
 
 def _with_magnitudes(
-    modules: list[LoraModule],
+    sources: list[_Source],
     magnitudes: dict[str, TensorInfo],
     use_dora: bool,
     problems: list[str],
-) -> list[LoraModule]:
-    """Modules with DoRA's magnitudes, which all of them have or none."""
-    paths = {module.path for module in modules}
+) -> list[_Source]:
+    """Sources with DoRA's magnitudes, which all of them have or none."""
+    paths = {source.outline.path for source in sources}
     problems += [f"{i.name}: no LoRA pair of it" for p, i in magnitudes.items() if p not in paths]
     made = []
-    for module in modules:
+    for source in sources:
+        module = source.outline
         info = magnitudes.get(module.path)
         if (info is None) == use_dora:
             has = "no magnitude" if use_dora else "a magnitude"
             problems.append(f"{module.path}: has {has}, and {CONFIG} has use_dora {use_dora}")
         elif info is not None:
             found = with_magnitude(module, info, problems)
-            made += [] if found is None else [found]
+            made += [] if found is None else [replace(source, outline=found)]
         else:
-            made.append(module)
+            made.append(source)
     return made
 
 
-def _read_pairs(
+def _stored_pairs(
     header: ShardHeader, problems: list[str]
 ) -> tuple[list[_Pair], list[str], dict[str, TensorInfo]]:
     """Every pair of the file, the names of base copies that are left out, and magnitudes of DoRA by
@@ -219,8 +243,8 @@ def _read_pairs(
             problems.append(f"{name}: not a LoRA tensor; {reason}")
     pairs = []
     for (path, nested, _), pair in halves.items():
-        if (numbers := _read_halves(path, pair, problems)) is not None:
-            pairs.append(_Pair(path, nested, *numbers))
+        if (stored := _stored_pair(path, nested, pair, problems)) is not None:
+            pairs.append(stored)
     known = {path for path, _, _ in halves}
     problems += [
         f"{info.name}: a base weight without a LoRA pair"
@@ -230,9 +254,9 @@ def _read_pairs(
     return pairs, [info.name for path, info in copies.items() if path in known], magnitudes
 
 
-def _read_halves(
-    path: str, pair: dict[str, TensorInfo], problems: list[str]
-) -> tuple[Array, Array, str] | None:
+def _stored_pair(
+    path: str, nested: int, pair: dict[str, TensorInfo], problems: list[str]
+) -> _Pair | None:
     if len(pair) == 1:
         have, lacks = ("A", "B") if "A" in pair else ("B", "A")
         problems.append(f"{path}: lora_{lacks} is missing, {pair[have].name} is there")
@@ -247,18 +271,19 @@ def _read_halves(
     if not fits:
         problems.append(f"{path}: lora_A {list(a)}, lora_B {list(b)}; expected {expected}")
         return None
-    return read_pair(pair["A"], pair["B"], problems)
+    stored = _Pair(pair["A"], pair["B"], path, nested)
+    return stored if stored.check(problems) else None
 
 
 def _sort_pairs(
     pairs: list[_Pair], config: PeftConfig, problems: list[str]
-) -> tuple[list[LoraModule], list[FusedPair]]:
+) -> tuple[list[_Source], list[FusedPair]]:
     """Dense modules and stacked experts (hub names, mlx-lm's axes), and fused expert pairs."""
     dense, fused = [], []
     for pair in pairs:
         if block := EXPERTS.match(pair.path):
             fused += _fused_pair(pair, block["block"], config, problems)
-        elif pair.lora_a.ndim == 3:
+        elif len(pair.lora_a.shape) == 3:
             dense += _stacked_modules(pair, config, problems)
         elif pair.nested:
             problems.append(f"{pair.path}: nested LoRA on parameters of this module is not known")
@@ -266,31 +291,44 @@ def _sort_pairs(
             parameter = f"{pair.path}.weight"
             name = parameter if config.targets_parameter(parameter) else pair.path
             if config.check_rank(name, pair.lora_a.shape[0], problems):
-                a, b = (np.ascontiguousarray(half.T) for half in (pair.lora_a, pair.lora_b))
-                dense.append(LoraModule(pair.path, a, b, pair.dtype, config.scale(name)))
+                shapes = pair.lora_a.shape[::-1], pair.lora_b.shape[::-1]
+                read = partial(_read_dense, pair)
+                dense.append(_source(pair.path, pair, config.scale(name), shapes, read))
     return dense, fused
 
 
-def _stacked_modules(pair: _Pair, config: PeftConfig, problems: list[str]) -> list[LoraModule]:
+def _read_dense(pair: StoredPair, half: str) -> Array:
+    return pair.read(half).T
+
+
+def _stacked_modules(pair: _Pair, config: PeftConfig, problems: list[str]) -> list[_Source]:
     """Switch modules of one tensor pair of all experts: two of a gate_up_proj, else one."""
     match = STACKED_EXPERTS.match(pair.path)
     assert match is not None
     if not config.check_rank(pair.path, pair.lora_a.shape[1], problems):
         return []
-    name = EXPERT_NAMES.get(match["name"], match["name"])
-    path = f"{match['block']}.switch_mlp."
-    module = LoraModule(path + name, pair.lora_a, pair.lora_b, pair.dtype, config.scale(pair.path))
-    module = with_experts(module, max(len(module.lora_a), len(module.lora_b)))
-    if name != "gate_up_proj":
-        return [module]
-    if module.lora_b.shape[1] % 2:
-        problems.append(f"{pair.path}: {module.lora_b.shape[1]} rows are no gate and up")
-        return []
-    gate, up = np.split(module.lora_b, 2, axis=1)  # (E, I, R)
-    return [
-        replace(module, path=f"{path}gate_proj", lora_b=gate),
-        replace(module, path=f"{path}up_proj", lora_b=up),
-    ]
+    rows, name = pair.lora_b.shape[1], EXPERT_NAMES.get(match["name"], match["name"])
+    parts = {name: slice(rows)}
+    if name == "gate_up_proj":
+        parts = {"gate_proj": slice(rows // 2), "up_proj": slice(rows // 2, rows)}
+        if rows % 2:
+            problems.append(f"{pair.path}: {rows} rows are no gate and up")
+            return []
+    experts = max(pair.lora_a.shape[0], pair.lora_b.shape[0])
+    sources = []
+    for leaf, part in parts.items():
+        shapes = (
+            (experts, *pair.lora_a.shape[1:]),
+            (experts, part.stop - (part.start or 0), pair.lora_b.shape[2]),
+        )
+        path, read = f"{match['block']}.switch_mlp.{leaf}", partial(_read_stacked, pair, part)
+        sources.append(_source(path, pair, config.scale(pair.path), shapes, read))
+    return sources
+
+
+def _read_stacked(pair: StoredPair, rows: slice, half: str) -> Array:
+    raw = pair.read(half)
+    return raw if half == "lora_a" else raw[:, rows]
 
 
 def _fused_pair(
@@ -306,37 +344,48 @@ def _fused_pair(
         return []
     parameter = targeted[len(targeted) - 1 - pair.nested]
     name = f"{pair.path}.{parameter}"
-    numbers = pair.lora_a, pair.lora_b, pair.dtype, config.rank(name), config.scale(name)
-    fused = FusedPair(block, parameter, *numbers)
+    rank, scale = config.rank(name), config.scale(name)
+    fused = FusedPair(pair.lora_a, pair.lora_b, block, parameter, rank, scale)
     if problem := fused.problem():
         problems.append(problem)
         return []
     return [fused]
 
 
-def _stacked_experts(dense: list[LoraModule], problems: list[str]) -> list[LoraModule]:
+def _stacked_experts(dense: list[_Source], problems: list[str]) -> list[_Source]:
     """Dense modules, with experts that were adapted one by one stacked to switch modules."""
-    others, experts = [], dict[str, dict[int, LoraModule]]()
-    for module in dense:
-        if match := ONE_EXPERT.match(module.path):
+    others, experts = [], dict[str, dict[int, _Source]]()
+    for source in dense:
+        if match := ONE_EXPERT.match(source.outline.path):
             name = EXPERT_NAMES.get(match["name"], match["name"])
             path = f"{match['block']}.switch_mlp.{name}"
-            experts.setdefault(path, {})[int(match["expert"])] = module
+            experts.setdefault(path, {})[int(match["expert"])] = source
         else:
-            others.append(module)
+            others.append(source)
     for path, numbered in experts.items():
         stack = [numbered[e] for e in sorted(numbered)]
-        alike = {(m.lora_a.shape, m.lora_b.shape, m.dtype, m.scale) for m in stack}
+        outlines = [source.outline for source in stack]
+        alike = {(m.lora_a.shape, m.lora_b.shape, m.dtype, m.scale) for m in outlines}
         if sorted(numbered) != list(range(len(stack))) or len(alike) != 1:
             problems.append(
                 f"{path}: experts {sorted(numbered)} are adapted one by one; all of them, with one "
                 "rank, scale and dtype, are needed to stack them"
             )
             continue
-        a = np.stack([m.lora_a.T for m in stack])  # (E, R, K)
-        b = np.stack([m.lora_b.T for m in stack])  # (E, N, R)
-        others.append(LoraModule(path, a, b, stack[0].dtype, stack[0].scale))
+        if any(outline.magnitude is not None for outline in outlines):
+            problems.append(f"{path}: DoRA of experts, which MLX has no layer for; train a LoRA")
+            continue
+        a, b = (  # (E, R, K), (E, N, R)
+            np.broadcast_to(half.T, (len(stack), *half.T.shape))
+            for half in (outlines[0].lora_a, outlines[0].lora_b)
+        )
+        outline = replace(outlines[0], path=path, lora_a=a, lora_b=b)
+        others.append(_Source(outline, partial(_read_stack, stack)))
     return others
+
+
+def _read_stack(stack: list[_Source], half: str) -> Array:
+    return np.stack([source.read(half).T for source in stack])
 
 
 def _split_experts(
@@ -345,7 +394,7 @@ def _split_experts(
     layout: PeftLayout | None,
     hidden: int | None,
     header: ShardHeader,
-) -> list[LoraModule]:
+) -> list[_Source]:
     if not fused:
         return []
     # Files of our own are always current; PEFT's tell their version since 0.18.
@@ -356,198 +405,34 @@ def _split_experts(
     except ValueError as error:
         raise AdapterError(f"{PEFT_WEIGHTS}: metadata {FUSED_KEY} is not JSON: {error}") from error
     marks = marks if isinstance(marks, dict) else {}
-    modules = []
+    sources = []
     for pair in fused:
-        prefix = f"{pair.block}.switch_mlp"
-        if pair.parameter == "down_proj":
-            modules.append(pair.as_switch(chosen, f"{prefix}.down_proj"))
-        else:
+        parts = {"down_proj": (slice(None), slice(None))}
+        if pair.parameter == "gate_up_proj":
             parts = split_gate_up(pair, chosen, marks.get(pair.name))
-            modules += [replace(part, path=f"{prefix}.{part.path}") for part in parts]
-    return modules
+        width, rows = pair.dims(chosen)
+        experts = pair.lora_a.shape[0] // pair.rank
+        for name, part in parts.items():
+            out, rank = (len(range(n)[cut]) for n, cut in zip((rows, pair.rank), part, strict=True))
+            shapes = (experts, rank, width), (experts, out, rank)
+            read = partial(_read_fused, pair, chosen, part)
+            path = f"{pair.block}.switch_mlp.{name}"
+            sources.append(_source(path, pair, pair.scale, shapes, read))
+    return sources
 
 
-def _hidden_size(dense: list[LoraModule], model: Checkpoint | None) -> int | None:
+def _read_fused(pair: FusedPair, layout: PeftLayout, part: tuple[slice, slice], half: str) -> Array:
+    return pair.read_switch(half, layout, *part)
+
+
+def _hidden_size(dense: list[_Source], model: Checkpoint | None) -> int | None:
     """Width of the hidden state by the model's config, else by dense modules that agree on it."""
     if model is not None:
         text = model.config.get("text_config")
         for config in (text, model.config):
             if isinstance(config, dict) and isinstance(config.get("hidden_size"), int):
                 return int(config["hidden_size"])
-    sizes = {m.lora_a.shape[0] for m in dense if _READS_HIDDEN.search(m.path)}
-    sizes |= {m.lora_b.shape[1] for m in dense if _WRITES_HIDDEN.search(m.path)}
+    outlines = [source.outline for source in dense]
+    sizes = {m.lora_a.shape[0] for m in outlines if _READS_HIDDEN.search(m.path)}
+    sizes |= {m.lora_b.shape[1] for m in outlines if _WRITES_HIDDEN.search(m.path)}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-@dataclass
-class _Export:
-    """What grows while modules are laid out."""
-
-    tensors: dict[str, tuple[str, Array]] = field(default_factory=dict)
-    target_modules: list[str] = field(default_factory=list)
-    target_parameters: list[str] = field(default_factory=list)
-    doubled: list[str] = field(default_factory=list)  # targets of rank 2R
-    marks: dict[str, str] = field(default_factory=dict)  # hub parameter -> how it was joined
-
-
-def write_peft(
-    adapter: Adapter,
-    directory: str | Path,
-    base_model_name: str | None = None,
-    force: bool = False,
-    whole_model: bool = False,
-    model_type: str | None = None,
-    experts_layout: ExpertLayout = "parameters",
-) -> None:
-    """Write `adapter` for PEFT, or for the servers that read its files.
-
-    base_model_name: hub id or path of the base for PEFT's config; default: what the adapter names.
-    whole_model, model_type: see `to_hub`. experts_layout: see above; a server's layout keeps the
-        name `block_sparse_moe`, as the checkpoints and servers have it.
-    Law: read_peft of the result has the same modules, bit for bit, and the same scale.
-
-    Raises: AdapterError listing modules that PEFT has no place for; TargetError as
-        `write_adapter`.
-    """
-    export = _Export()
-    problems: list[str] = []
-    for_server = experts_layout != "parameters"
-
-    def hub_name(path: str) -> str:
-        # Granite's block keeps its name in every version of transformers.
-        return to_hub(path, whole_model, "granitemoe" if for_server else model_type)
-
-    blocks: dict[str, dict[str, LoraModule]] = {}
-    modules = unified(adapter.modules.values())  # PEFT has patterns, but one rank reads better
-    for path, module in modules.items():
-        if match := SWITCH.match(path):
-            hub_block = hub_name(match["block"])
-            blocks.setdefault(hub_block, {})[match["name"]] = module
-        elif module.is_switch:
-            problems.append(f"{path}: experts are known to PEFT here only as `switch_mlp`")
-        else:
-            hub = hub_name(path)
-            if is_router_name(hub) and not for_server:
-                export.target_parameters.append(f"{hub}.weight")
-            else:
-                export.target_modules.append(hub)
-            leaf = "lora_embedding_{}" if is_embedding_name(hub) else "lora_{}.weight"
-            for half, raw in (("A", module.lora_a), ("B", module.lora_b)):
-                name = f"{PREFIX}{hub}.{leaf.format(half)}"
-                export.tensors[name] = (module.dtype, np.ascontiguousarray(raw.T))
-    once = experts_layout == "stacked" and is_shared_outer(modules.values())
-    for block, experts in blocks.items():
-        try:
-            if for_server:
-                _add_server_experts(export, block, experts, experts_layout, once)
-            else:
-                _add_experts(export, block, experts)
-        except AdapterError as error:
-            problems.append(str(error))
-    raise_problems(adapter.directory, problems)
-    language_model = any(path.startswith("language_model.") for path in modules)
-    metadata = {"format": "pt", LANGUAGE_MODEL_KEY: "yes" if language_model else "no"}
-    if not for_server and any(f".{OLD_BLOCK}." in path for path in modules):
-        metadata[BLOCK_KEY] = OLD_BLOCK
-    if export.marks:
-        metadata[FUSED_KEY] = json.dumps(export.marks, sort_keys=True)
-    if adapter.base_fingerprint:
-        metadata[FINGERPRINT_KEY] = adapter.base_fingerprint
-    first = next(iter(modules.values()))
-    rank, alpha = first.rank, alpha_for(first.scale, first.rank)
-    # Whole ranks double, so that alpha / rank, and with it the scale, stays.
-    doubled = [re.escape(name) for name in export.doubled]
-    config = {  # the fields that decide, and those that older PEFT versions want
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_name or adapter.config.get("model"),
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "rank_pattern": dict.fromkeys(doubled, 2 * rank),
-        "alpha_pattern": dict.fromkeys(doubled, 2 * alpha),
-        # Servers compare the last part of a name; PEFT adapts what ends with it.
-        "target_modules": sorted({name.rpartition(".")[2] for name in export.target_modules})
-        if for_server
-        else export.target_modules,
-        "target_parameters": export.target_parameters or None,
-        "use_rslora": False,
-        "use_dora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None,
-    }
-    source = adapter.directory
-    save_adapter(directory, PEFT_WEIGHTS, export.tensors, config, metadata, force, source)
-
-
-def _add_experts(export: _Export, block: str, experts: dict[str, LoraModule]) -> None:
-    """One MoE block: the inner wrapper is gate_up_proj, the outer down_proj, alone it is outer."""
-    parameters: dict[str, LoraModule] = {}  # the outer wrapper first
-    if "down_proj" in experts:
-        parameters["down_proj"] = experts["down_proj"]
-    if "gate_proj" in experts or "up_proj" in experts:
-        joined, how = join_gate_up(experts.get("gate_proj"), experts.get("up_proj"))
-        parameters["gate_up_proj"] = joined
-        export.marks[f"{block}.experts.gate_up_proj"] = how
-        if how == BLOCKS:
-            export.doubled.append(f"{block}.experts.gate_up_proj")
-    for depth, (parameter, module) in enumerate(parameters.items()):
-        prefix = f"{PREFIX}{block}.experts" + ".base_layer" * depth
-        for leaf, raw in zip(("lora_A", "lora_B"), as_fused(module), strict=True):
-            export.tensors[f"{prefix}.{leaf}.weight"] = (module.dtype, raw)
-        export.target_parameters.append(f"{block}.experts.{parameter}")
-
-
-def _add_server_experts(
-    export: _Export,
-    block: str,
-    experts: dict[str, LoraModule],
-    layout: ExpertLayout,
-    once: bool,
-) -> None:
-    """One MoE block in the layout per_expert or stacked."""
-    old_names = {new: old for old, new in EXPERT_NAMES.items()}
-    for name, module in experts.items():
-        export.target_modules.append(name)
-        prefix = f"{PREFIX}{block}.experts"
-        if layout == "stacked":
-            pair = outer_halves_once(module) if once else (module.lora_a, module.lora_b)
-            for half, raw in zip("AB", pair, strict=True):
-                tensor = f"{prefix}.{old_names[name]}.lora_{half}.weight"
-                export.tensors[tensor] = (module.dtype, raw)
-            continue
-        leaf = old_names[name] if block.endswith(OLD_BLOCK) else name
-        for expert in range(len(module.lora_a)):
-            for half, raw in (("A", module.lora_a), ("B", module.lora_b)):
-                tensor = f"{prefix}.{expert}.{leaf}.lora_{half}.weight"
-                export.tensors[tensor] = (module.dtype, raw[expert])
-
-
-def alpha_for(scale: float, rank: int) -> int | float:
-    """The lora_alpha with which PEFT's float64 `alpha / rank` is `scale` again.
-
-    Law: alpha_for(scale, rank) / rank == scale, and twice that over 2 * rank too, for ranks that
-    are powers of two and whenever a float64 with that quotient exists near scale * rank.
-    """
-    product = scale * rank
-    near = (product, math.nextafter(product, math.inf), math.nextafter(product, -math.inf))
-    alpha = next((a for a in near if a / rank == scale), product)
-    return int(alpha) if alpha.is_integer() and abs(alpha) < 2**53 else alpha
-
-
-def write_zero_peft(source: str | Path, directory: str | Path, force: bool = False) -> None:
-    """The zero-delta copy of a PEFT adapter: every LoRA number is zero, all else is as it was.
-
-    Raises: AdapterError for a file that cannot be read; TargetError as `write_adapter`.
-    """
-    source = Path(source)
-    header = open_weights(source / PEFT_WEIGHTS)
-    tensors = {}
-    for name, info in header.tensors.items():
-        raw = read_tensor(info)
-        tensors[name] = (info.dtype, np.zeros_like(raw) if ".lora_" in name else raw)
-    config = read_config(source / CONFIG)
-    save_adapter(directory, PEFT_WEIGHTS, tensors, config, header.metadata, force, source)

@@ -33,8 +33,9 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import AdapterError
-from mlxstacks.files.lora_modules import LoraModule, is_zero, widened
+from mlxstacks.files.lora_modules import LoraModule, StoredPair, is_zero, widened
 from mlxstacks.files.settings import PeftLayout
+from mlxstacks.files.shards import DTYPES
 from mlxstacks.ops.affine import Array
 
 EXPERTS = re.compile(r"^(?P<block>.+)\.experts$")
@@ -142,20 +143,18 @@ def to_hub(path: str, whole_model: bool = False, model_type: str | None = None) 
 LAYOUTS: tuple[PeftLayout, ...] = ("current", "legacy")
 PARAMETERS = ("gate_up_proj", "down_proj")  # inner wrapper first, the order in transformers
 FIRST_CURRENT_VERSION = (0, 19, 1)
+_ROWS_AT_ONCE = 64  # of interleaved experts
 
 # How a fused pair was built, kept in the file's metadata; zero adapters do not show it otherwise.
 SHARED, BLOCKS, GATE_ONLY, UP_ONLY = "shared", "blocks", "gate_proj", "up_proj"
 
 
 @dataclass(frozen=True, slots=True)
-class FusedPair:
+class FusedPair(StoredPair):
     """One expert parameter as PEFT stores it: lora_a (E*R, X), lora_b (Y, R*E)."""
 
     block: str  # hub name of the MoE block, `....mlp`
     parameter: str
-    lora_a: Array
-    lora_b: Array
-    dtype: str
     rank: int
     scale: float
 
@@ -176,18 +175,26 @@ class FusedPair:
         x, y = self.lora_a.shape[1], self.lora_b.shape[0]
         return (x, y) if layout == "current" else (y, x)
 
-    def as_switch(self, layout: PeftLayout, path: str) -> LoraModule:
-        """The same numbers as lora_a (E, R, in), lora_b (E, out, R). Exact."""
-        experts = self.lora_a.shape[0] // self.rank
-        grouped = self.lora_a.reshape(experts, self.rank, -1)  # (E, R, X)
-        interleaved = self.lora_b.reshape(-1, self.rank, experts)  # (Y, R, E)
-        if layout == "current":
-            a, b = grouped, interleaved.transpose(2, 0, 1)  # (E, R, in), (E, out, R)
-        else:
-            a, b = interleaved.transpose(2, 1, 0), grouped.transpose(0, 2, 1)
-        return LoraModule(
-            path, np.ascontiguousarray(a), np.ascontiguousarray(b), self.dtype, self.scale
-        )
+    def read_switch(
+        self,
+        half: str,
+        layout: PeftLayout,
+        rows: slice = slice(None),
+        ranks: slice = slice(None),
+    ) -> Array:
+        """lora_a (E, R, in) or lora_b (E, out, R) with these rows of out, and ranks. Exact."""
+        if (half == "lora_a") == (layout == "current"):
+            raw = self.read("lora_a").reshape(-1, self.rank, self.lora_a.shape[1])  # (E, R, X)
+            return raw[:, ranks] if half == "lora_a" else raw[:, ranks, rows].swapaxes(1, 2)
+        count, columns = self.lora_b.shape
+        first, last, _ = (rows if half == "lora_b" else slice(None)).indices(count)
+        shape = columns // self.rank, last - first, len(range(self.rank)[ranks])
+        out = np.empty(shape, DTYPES[self.dtype][1])  # (E, Y, R)
+        for start in range(first, last, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, last)
+            part = self.read("lora_b", start, stop).reshape(stop - start, self.rank, -1)
+            out[:, start - first : stop - first] = part[:, ranks].transpose(2, 0, 1)
+        return out if half == "lora_b" else out.swapaxes(1, 2)
 
 
 def choose_layout(
@@ -238,23 +245,21 @@ def _fits(pairs: Sequence[FusedPair], layout: PeftLayout, hidden: int | None) ->
     return len(hiddens) <= 1 and all(len(inner) == 1 for inner in widths.values())
 
 
-def split_gate_up(pair: FusedPair, layout: PeftLayout, how: str | None) -> list[LoraModule]:
-    """gate_proj and up_proj of one fused pair, named `gate_proj` and `up_proj`.
+def split_gate_up(
+    pair: FusedPair, layout: PeftLayout, how: str | None
+) -> dict[str, tuple[slice, slice]]:
+    """Which rows (of out) and ranks of one fused pair are gate_proj's and up_proj's.
 
     how: the mark that `join_gate_up` left, None in files of PEFT's own. Without it, a B that is
     block-diagonal is split, and a half whose B is zero throughout is dropped.
-    Law: split_gate_up(join_gate_up(gate, up)) is [gate, up], bit for bit.
+    Law: these parts of join_gate_up(gate, up) are gate and up, bit for bit.
     """
-    both = pair.as_switch(layout, "gate_up_proj")
-    half = both.lora_b.shape[1] // 2
-    gate = replace(both, path="gate_proj", lora_b=both.lora_b[:, :half])
-    up = replace(both, path="up_proj", lora_b=both.lora_b[:, half:])
-    rank = both.rank // 2
-    gate_zero, up_zero = is_zero(gate.lora_b, gate.dtype), is_zero(up.lora_b, up.dtype)
+    b, dtype = pair.read_switch("lora_b", layout), pair.dtype  # (E, 2I, R)
+    half, rank = b.shape[1] // 2, pair.rank // 2
+    gate, up = slice(half), slice(half, None)
+    gate_zero, up_zero = is_zero(b[:, gate], dtype), is_zero(b[:, up], dtype)
     diagonal = (
-        both.rank % 2 == 0
-        and is_zero(gate.lora_b[:, :, rank:], gate.dtype)
-        and is_zero(up.lora_b[:, :, :rank], up.dtype)
+        pair.rank % 2 == 0 and is_zero(b[:, gate, rank:], dtype) and is_zero(b[:, up, :rank], dtype)
     )
     possible = {SHARED: True, BLOCKS: diagonal, GATE_ONLY: up_zero, UP_ONLY: gate_zero}
     if how is None or not possible.get(how):  # what the numbers show
@@ -262,15 +267,9 @@ def split_gate_up(pair: FusedPair, layout: PeftLayout, how: str | None) -> list[
             how = UP_ONLY if gate_zero else GATE_ONLY
         else:
             how = BLOCKS if diagonal and not gate_zero else SHARED
-    if how == GATE_ONLY:
-        return [gate]
-    if how == UP_ONLY:
-        return [up]
-    if how == BLOCKS:
-        a, b = both.lora_a, both.lora_b
-        gate = replace(gate, lora_a=a[:, :rank], lora_b=b[:, :half, :rank])
-        up = replace(up, lora_a=a[:, rank:], lora_b=b[:, half:, rank:])
-    return [gate, up]
+    ranks = (slice(rank), slice(rank, None)) if how == BLOCKS else (slice(None), slice(None))
+    parts = {GATE_ONLY: (gate, ranks[0]), UP_ONLY: (up, ranks[1])}
+    return {how: parts[how]} if how in parts else parts
 
 
 def join_gate_up(gate: LoraModule | None, up: LoraModule | None) -> tuple[LoraModule, str]:

@@ -40,8 +40,8 @@ from mlxstacks.files.manifest import (
     check_name,
     stack_name,
 )
-from mlxstacks.files.peft_adapters import alpha_for, write_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
+from mlxstacks.files.peft_export import alpha_for, write_peft
 from mlxstacks.files.peft_layout import is_embedding_name, is_router_name
 from mlxstacks.files.settings import AdapterFormat, StacksExportSettings, StacksImportSettings
 from mlxstacks.files.stack_file import (

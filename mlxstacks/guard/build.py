@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,14 @@ from mlxstacks.files.hub import shipped_config, shipped_names
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import Loss, Step, batch_for, micro_batch_for, mlx_lm_loss
 from mlxstacks.layers import gates
+from mlxstacks.layers.adapted import adapted_layers
 from mlxstacks.layers.attach import attach_lora
+from mlxstacks.layers.merge_ready import (
+    GridLoRALinear,
+    GridLoRASwitchLinear,
+    merge_ready_layers,
+    stored_grids,
+)
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, check_targets, find_targets
@@ -194,6 +202,7 @@ def adapted_model(
     Raises:
         InputError: a layer out of range, a name that matches nothing, a rank above what fits.
     """
+    grids = {} if settings.merge_ready is None else stored_grids(lazy_model(config))
     config = copy.deepcopy(config)
     if settings.base == "float32":
         for key in ("quantization", "quantization_config"):
@@ -214,13 +223,29 @@ def adapted_model(
             paths = [target.path for target in targets]
             base_model.attach_lora(model, 0, settings.rank, 1.0, paths)
         else:
-            lora = LoRASettings(rank=settings.rank, dropout=settings.dropout)
+            lora = LoRASettings(
+                rank=settings.rank, dropout=settings.dropout, shared_outer=settings.shared_outer
+            )
             check_targets(targets, settings.rank)
-            attach_lora(model, targets, lora, mx.random.key(0))
+            layer_of = merge_ready_layers(targets, grids, settings.merge_ready)
+            attach_lora(model, targets, lora, mx.random.key(0), layer_of)
     except ValueError as error:
         raise InputError(str(error)) from None
     model.train()
-    return _unset(model), held
+    _unset(model)
+    return model, (*held, *_grid_arrays(model))
+
+
+def _grid_arrays(model: nn.Module) -> "Iterator[mx.array]":
+    """What layers of `merge_ready grid` hold of the stored base; not made either."""
+    for _, layer in adapted_layers(model):
+        if isinstance(layer, GridLoRALinear | GridLoRASwitchLinear):
+            arrays = {"codes": mx.zeros(layer._grid.codes.shape, mx.uint8)}
+            for name in ("scales", "biases"):
+                stored = getattr(layer._grid, name)
+                arrays[name] = layer.linear.get(name, mx.zeros(stored.shape, stored.dtype))
+            layer._grid = replace(layer._grid, **arrays)
+            yield from (a for name, a in arrays.items() if a is not layer.linear.get(name))
 
 
 def training_step(config: dict[str, Any], settings: GuardSettings, tokens: int) -> Step:

@@ -45,7 +45,8 @@ class Limit:
 class StepBytes:
     """Bytes of a training step at its peak; activations are all that the others are not.
 
-    adapter: what trains, a LoRA or a stack, with the run's copies of it. stacks: frozen ones.
+    weights: with the stored codes that merge_ready grid holds. adapter: what trains, a LoRA or a
+    stack, with the run's copies of it. stacks: frozen ones.
     """
 
     weights: int
@@ -255,7 +256,7 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         nbytes=settings.working_set_bytes or device.working_set_bytes,
     )
     decode = _decode(config, settings, limit)
-    nbytes = _bytes(step, prediction.nbytes, settings.adapter_copies)
+    nbytes = _bytes(step, prediction.nbytes, settings)
     say(2, 3, "changes")
     share = _share(limit, prediction)
     if decode is not None:
@@ -320,12 +321,14 @@ def _is_recurrent(step: Step) -> bool:
     return any(hasattr(module, "A_log") for module in modules)
 
 
-def _bytes(step: Step, peak: int | None, copies: int) -> StepBytes:
+def _bytes(step: Step, peak: int | None, settings: GuardSettings) -> StepBytes:
     adapter = sum(a.nbytes for _, a in tree_flatten(step.model.trainable_parameters()))
     weights = sum(a.nbytes for _, a in tree_flatten(step.model.parameters())) - adapter
-    adapter *= 1 + copies
+    adapter *= 1 + settings.adapter_copies
     optimizer = sum(a.nbytes for _, a in tree_flatten(step.optimizer.state))
-    stacks = sum(a.nbytes for a in step.held)
+    held = sum(a.nbytes for a in step.held)
+    stacks = 0 if settings.stack is None else held
+    weights += held - stacks
     rest = None if peak is None else peak - weights - adapter - optimizer - stacks
     return StepBytes(weights, adapter, optimizer, stacks, rest)
 

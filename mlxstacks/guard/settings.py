@@ -32,6 +32,10 @@ class GuardSettings(Settings):
     )
     rank: int = Field(8, ge=1, description="Rank of the adapter; stacks have their own.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Of the adapter; stacks have their own.")
+    shared_outer: bool = Field(False, description="As of `mlxstacks train`.")
+    merge_ready: Literal["pooled", "grid"] | None = Field(
+        None, description="As of `mlxstacks train`."
+    )
     stack: StackSettings | None = Field(
         None, description="A stack of `mlxstacks stack` is trained, in place of a LoRA adapter."
     )
@@ -94,13 +98,16 @@ class GuardSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        forms = self.merge_ready is not None, self.shared_outer
         if self.loss == "whole" and (
-            self.stack or self.dropout or self.grad_accumulation_steps > 1
+            self.stack or self.dropout or any(forms) or self.grad_accumulation_steps > 1
         ):
             raise ValueError(
-                "stack, dropout and grad_accumulation_steps are predicted of this package's step: "
-                "they need loss pieces, not whole"
+                "stack, dropout, shared_outer, merge_ready and grad_accumulation_steps are "
+                "predicted of this package's step: they need loss pieces, not whole"
             )
+        if sum((self.stack is not None, *forms)) > 1:
+            raise ValueError("stack, shared_outer and merge_ready do not go together: give one")
         if self.stack is None and (self.frozen_stacks or self.directions):
             raise ValueError("frozen_stacks and directions go with stack; give its shape")
         return self

@@ -41,7 +41,7 @@ class Step:
     recorded: modules of this package that keep custom functions of their own.
     clip_norm: of this package's trainer: gradients are evaluated, then clipped and applied; None:
         all in one evaluation, as in mlx-lm's.
-    held: arrays that stay alive next to those of the model: frozen stacks.
+    held: arrays that stay alive next to those of the model: frozen stacks, stored grids.
     accumulated: of that trainer too: sums of the gradients of batches before, to be added to.
     """
 

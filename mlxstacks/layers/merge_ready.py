@@ -8,7 +8,7 @@
 Letters: M base experts, K input dims, N output dims, R rank, G = K / group_size.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlxstacks.layers.adapted import AdaptedLayer, adapted_layers, keyed_dropout
 from mlxstacks.layers.lora import LoRALinear, LoRASwitchLinear, draw_lora_a
 from mlxstacks.layers.settings import LoRASettings
+from mlxstacks.layers.targets import Target
 from mlxstacks.ops.affine_ops import (
     clip_codes,
     pack_codes,
@@ -48,19 +49,6 @@ def stored_grids(model: nn.Module) -> dict[str, Grid]:
             codes = unpack_codes(m.weight, m.bits).astype(mx.uint8)
             found[path] = Grid(codes, m.scales, m.biases, m.group_size, m.bits)
     return found
-
-
-def missing_grids(paths: Iterable[str], grids: Mapping[str, Grid], how: MergeReady) -> str | None:
-    """What is wrong with modules that have no affine grid, or None."""
-    missing = [path for path in paths if path not in grids]
-    if not missing:
-        return None
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return (
-        f"merge_ready {how} is for affine quantized modules, and {missing[0]}{more} of the base "
-        "are not; name others in keys, quantize the base with mlxstacks convert, or leave "
-        "merge_ready out"
-    )
 
 
 def _pooled(x: mx.array, groups: int) -> mx.array:
@@ -204,12 +192,31 @@ _LAYERS: dict[MergeReady, tuple[type, type]] = {
 }
 
 
-def merge_ready_layer(
-    base: nn.Module, settings: LoRASettings, key: mx.array, grid: Grid, how: MergeReady
-) -> AdaptedLayer:
-    """The layer of `how` that fits a projection whose stored form is `grid`."""
-    layer: AdaptedLayer = _LAYERS[how][hasattr(base, "num_experts")](base, settings, key, grid)
-    return layer
+def merge_ready_layers(
+    targets: Iterable[Target], grids: Mapping[str, Grid], how: MergeReady | None
+) -> Callable[[Target, LoRASettings, mx.array], AdaptedLayer] | None:
+    """What makes the layer of a target, for `attach_lora`; None where `how` is.
+
+    grids: the stored form of each projection. Raises: ValueError for targets without an affine one.
+    """
+    if how is None:
+        return None
+    missing = [target.path for target in targets if target.path not in grids]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"merge_ready {how} is for affine quantized modules, and {missing[0]}{more} of the "
+            "base are not; name others in keys, quantize the base with mlxstacks convert, or leave "
+            "merge_ready out"
+        )
+    plain, switch = _LAYERS[how]
+
+    def layer_of(target: Target, settings: LoRASettings, key: mx.array) -> AdaptedLayer:
+        kind = switch if hasattr(target.module, "num_experts") else plain
+        layer: AdaptedLayer = kind(target.module, settings, key, grids[target.path])
+        return layer
+
+    return layer_of
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -8,7 +8,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mlxstacks.files.lora_modules import Adapter, LoraModule, widened
-from mlxstacks.files.peft_layout import FusedPair
 from mlxstacks.files.settings import PeftLayout
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "peft"
@@ -42,7 +41,7 @@ def switch(rng: np.random.Generator, experts: int, rank: int, dims: tuple[int, i
     return LoraModule("gate_proj", a, b, "F32", 1.5)
 
 
-def as_pair(module: LoraModule, parameter: str, layout: PeftLayout) -> FusedPair:
+def as_pair(module: LoraModule, layout: PeftLayout) -> dict[str, np.ndarray]:
     """A switch pair as either PEFT lays it out, written here from the formulas alone."""
     experts, rank, input_dims = module.lora_a.shape
     output_dims = module.lora_b.shape[1]
@@ -54,7 +53,7 @@ def as_pair(module: LoraModule, parameter: str, layout: PeftLayout) -> FusedPair
         for r in range(rank):
             a[e * rank + r] = grouped[e, r]
             b[:, r * experts + e] = mixed[e, :, r]
-    return FusedPair("model.layers.0.mlp", parameter, a, b, "F32", rank, module.scale)
+    return {"mlp.experts.lora_A.weight": a, "mlp.experts.lora_B.weight": b}
 
 
 def save_peft(
@@ -84,11 +83,7 @@ def dense_tensors(path: str, dims: tuple[int, int], rank: int = 2, seed: int = 0
 
 def gate_up_only(directory: Path, dims: tuple[int, int], layout: PeftLayout, **config: Any) -> Path:
     """Only gate_up_proj is adapted: 3 experts, base parameter (3, dims[1], dims[0])."""
-    pair = as_pair(switch(np.random.default_rng(1), 3, 2, dims), "gate_up_proj", layout)
-    tensors = {
-        "mlp.experts.lora_A.weight": pair.lora_a,
-        "mlp.experts.lora_B.weight": pair.lora_b,
-    }
+    tensors = as_pair(switch(np.random.default_rng(1), 3, 2, dims), layout)
     if hidden := config.pop("hidden", None):
         tensors |= dense_tensors("self_attn.q_proj", (hidden, 5))
     return save_peft(directory, tensors, {"target_parameters": ["experts.gate_up_proj"]} | config)

@@ -6,7 +6,9 @@ deltas that PEFT computes for them, and an export of ours that PEFT loaded and a
 """
 
 import json
+import os
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from mlxstacks.files import peft_config
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import load_any_adapter, read_adapter
 from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
-from mlxstacks.files.peft_adapters import alpha_for, read_peft, write_peft, write_zero_peft
+from mlxstacks.files.peft_adapters import read_peft
 from mlxstacks.files.peft_config import PatternTable
+from mlxstacks.files.peft_export import alpha_for, write_peft, write_zero_peft
 from mlxstacks.files.peft_layout import to_hub
-from mlxstacks.files.settings import AdapterConvertSettings
+from mlxstacks.files.settings import AdapterConvertSettings, ExpertLayout
 from mlxstacks.ops.affine import to_storage
 from tests.files.peft_cases import (
     EPSILON,
@@ -103,6 +106,37 @@ def test_export_reads_back_bit_for_bit(name: str) -> None:
     assert_same(
         read_adapter(FIXTURES / "exported" / "mlx"), read_peft(FIXTURES / "exported" / name)
     )
+
+
+@pytest.mark.parametrize("layout", ["parameters", "per_expert", "stacked"])
+def test_a_streamed_adapter_holds_one_module_at_a_time(
+    layout: ExpertLayout, tmp_path: Path
+) -> None:
+    """Twelve modules of 0.8 MB, of a pair for each of gate and up: checked and read backwards."""
+    modules, rng = {}, np.random.default_rng(0)
+    for layer in range(4):
+        for name, dims in (("gate", (256, 128)), ("up", (256, 128)), ("down", (128, 256))):
+            path = f"model.layers.{layer}.mlp.switch_mlp.{name}_proj"
+            modules[path] = replace(switch(rng, 8, 64, dims), path=path)
+    adapter = Adapter(tmp_path, mlx_config(modules), modules, {})
+    write_peft(adapter, tmp_path / "a", experts_layout=layout)
+    size = (tmp_path / "a" / "adapter_model.safetensors").stat().st_size
+    tracemalloc.start()
+    try:
+        streamed = load_any_adapter(tmp_path / "a", stream=True)
+        for path in reversed([*streamed.modules]):
+            assert streamed.modules[path].rank == 64
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < size / 4
+    whole = load_any_adapter(tmp_path / "a")
+    for other in (streamed, whole):
+        assert_same(adapter, other)
+        assert other.config["lora_parameters"]["rank"] == 64
+    os.utime(tmp_path / "a" / "adapter_model.safetensors", (0, 0))
+    with pytest.raises(AdapterError, match=r"adapter_model\.safetensors: was changed"):
+        streamed.modules[next(iter(streamed.modules))]
 
 
 # --- round trips

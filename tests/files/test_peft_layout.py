@@ -4,6 +4,7 @@ Run: pytest tests/files/test_peft_layout.py
 """
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from safetensors.numpy import load_file
 
 from mlxstacks.errors import AdapterError
 from mlxstacks.files.checkpoint import Checkpoint
-from mlxstacks.files.peft_adapters import read_peft, write_peft
+from mlxstacks.files.peft_adapters import read_peft
+from mlxstacks.files.peft_export import write_peft
 from mlxstacks.files.peft_layout import (
     has_language_model,
     in_model,
     join_gate_up,
-    split_gate_up,
     to_hub,
     to_mlx,
 )
@@ -155,9 +156,12 @@ def test_split_undoes_join_of_gate_and_up(experts: int, rank: int, seed: int) ->
     gate = switch(rng, experts, rank, (5, 3))
     up = replace(switch(rng, experts, rank, (5, 3)), path="up_proj")
     joined, _ = join_gate_up(gate, up)
-    pair = as_pair(joined, "gate_up_proj", "current")
-    for part, original in zip(split_gate_up(pair, "current", None), (gate, up), strict=True):
-        assert part.path == original.path
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"target_parameters": ["experts.gate_up_proj"], "r": 2 * rank}
+        path = save_peft(Path(folder) / "a", as_pair(joined, "current"), config)
+        parts = read_peft(path, layout="current").modules
+    for original, (name, part) in zip((gate, up), parts.items(), strict=True):
+        assert name == f"model.layers.0.mlp.switch_mlp.{original.path}"
         assert np.array_equal(part.lora_a, original.lora_a)
         assert np.array_equal(part.lora_b, original.lora_b)
 
@@ -165,7 +169,10 @@ def test_split_undoes_join_of_gate_and_up(experts: int, rank: int, seed: int) ->
 @given(st.sampled_from(["current", "legacy"]), st.integers(1, 4), st.integers(1, 3))
 def test_both_layouts_hold_the_same_pair(layout: PeftLayout, experts: int, rank: int) -> None:
     module = switch(np.random.default_rng(experts), experts, rank, (5, 3))
-    read = as_pair(module, "down_proj", layout).as_switch(layout, "gate_proj")
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"target_parameters": ["experts.down_proj"], "r": rank}
+        path = save_peft(Path(folder) / "a", as_pair(module, layout), config)
+        (read,) = read_peft(path, layout=layout).modules.values()
     assert np.array_equal(read.lora_a, module.lora_a)
     assert np.array_equal(read.lora_b, module.lora_b)
 
@@ -247,8 +254,7 @@ def test_gate_and_up_of_unequal_scale_or_shape_are_not_joined() -> None:
 def test_a_half_that_is_zero_throughout_is_dropped(tmp_path: Path) -> None:
     module = switch(np.random.default_rng(2), 3, 2, (8, 12))
     module.lora_b[:, :6] = 0
-    pair = as_pair(module, "gate_up_proj", "current")
-    tensors = {"mlp.experts.lora_A.weight": pair.lora_a, "mlp.experts.lora_B.weight": pair.lora_b}
+    tensors = as_pair(module, "current")
     config = {"target_parameters": ["experts.gate_up_proj"]}
     adapter = read_peft(save_peft(tmp_path / "a", tensors, config), layout="current")
     assert list(adapter.modules) == ["model.layers.0.mlp.switch_mlp.up_proj"]
@@ -266,6 +272,11 @@ def test_experts_adapted_one_by_one_are_stacked(tmp_path: Path) -> None:
         @ tensors["mlp.experts.1.up_proj.lora_A.weight"]
     )
     assert np.allclose(delta_of(module)[1], 2 * second)
+    magnitudes = {
+        f"mlp.experts.{e}.up_proj.lora_magnitude_vector": np.ones(6, np.float32) for e in range(3)
+    }
+    with pytest.raises(AdapterError, match="up_proj: DoRA of experts"):
+        read_peft(save_peft(tmp_path / "dora", tensors | magnitudes, {"use_dora": True}))
     del (
         tensors["mlp.experts.1.up_proj.lora_A.weight"],
         tensors["mlp.experts.1.up_proj.lora_B.weight"],

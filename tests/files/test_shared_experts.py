@@ -21,7 +21,8 @@ from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import load_any_adapter, match_adapter, read_adapter, write_adapter
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.lora_modules import Adapter, LoraModule, is_shared_outer, mlx_config
-from mlxstacks.files.peft_adapters import read_peft, write_peft
+from mlxstacks.files.peft_adapters import read_peft
+from mlxstacks.files.peft_export import write_peft
 from mlxstacks.files.settings import AdapterConvertSettings, ExpertLayout
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings

@@ -16,7 +16,7 @@ from mlxstacks.files.adapters import load_any_adapter, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
 from mlxstacks.files.manifest import DomainRecord
-from mlxstacks.files.peft_adapters import write_peft
+from mlxstacks.files.peft_export import write_peft
 from mlxstacks.files.settings import (
     StacksExportSettings,
     StacksImportSettings,

@@ -23,6 +23,7 @@ from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.attach import add_active, attach_lora, attach_stacks
 from mlxstacks.layers.freezing import freeze_active
 from mlxstacks.layers.latent import latent_pairs
+from mlxstacks.layers.merge_ready import merge_ready_layers, stored_grids
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.settings import LoRASettings, StackSettings, TargetSettings
@@ -58,7 +59,8 @@ KEYS = {
 @dataclass(frozen=True)
 class StackCase:
     """A run. stack: settings of a stack, None for a LoRA. frozen: stacks before it. grouped: its
-    experts count as large, so that they may take all their rows in one product.
+    experts count as large, so that they may take all their rows in one product. form: shared_outer
+    or merge_ready of a LoRA. widened: a base of `bits` computes in float32.
     """
 
     model: str = "hybrid"
@@ -72,6 +74,8 @@ class StackCase:
     checkpointed: bool = False
     accumulation: int = 1
     grouped: bool = False
+    form: dict[str, Any] = field(default_factory=dict)
+    widened: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,9 +94,9 @@ class StackCase:
         return GuardSettings(
             max_seq_length=self.tokens, batch_size=self.batch_size, keys=KEYS[self.model], rank=4,
             stack=self.stack, frozen_stacks=self.frozen, directions=self.directions,
-            base="stored" if self.bits else "float32", dropout=self.dropout,
+            base="stored" if self.bits and not self.widened else "float32", dropout=self.dropout,
             checkpointing="layers" if self.checkpointed else "none",
-            grad_accumulation_steps=self.accumulation,
+            grad_accumulation_steps=self.accumulation, **self.form,
         )  # fmt: skip
 
 
@@ -107,12 +111,17 @@ def built(case: StackCase) -> nn.Module:
         return (0.1 * mx.random.normal(value.shape, key=next(keys))).astype(value.dtype)
 
     model.update(tree_map_with_path(draw, model.parameters()))
-    if case.bits is None:
+    how = case.form.get("merge_ready")
+    grids = stored_grids(model) if how else {}
+    if case.settings().base == "float32":
         prepare_base(model, "float32", [], checkpointed=case.checkpointed)
     mx.eval(model.parameters())
     targets = find_targets(model, TargetSettings(projections=KEYS[case.model] or None))
     if case.stack is None:
-        attach_lora(model, targets, LoRASettings(rank=4, dropout=case.dropout), next(keys))
+        shared = bool(case.form.get("shared_outer"))
+        settings = LoRASettings(rank=4, dropout=case.dropout, shared_outer=shared)
+        layer_of = merge_ready_layers(targets, grids, how)
+        attach_lora(model, targets, settings, next(keys), layer_of)
     else:
         stack(model, targets, case, keys)
     set_training_modes(model)

@@ -39,6 +39,10 @@ CASES = (
     StackCase("mixtral", grouped=True, frozen=2, stack=DROPPED),
     StackCase("nano", frozen=2, batch_size=1),
     StackCase(stack=None, dropout=0.1),
+    StackCase(stack=None, form={"shared_outer": True}, bits=4, batch_size=1, tokens=4),
+    StackCase(stack=None, form={"merge_ready": "grid"}, bits=4, checkpointed=True),
+    StackCase("mixtral", stack=None, form={"merge_ready": "grid"}, bits=3, widened=True),
+    StackCase("mixtral", stack=None, form={"merge_ready": "pooled"}, bits=4),
 )
 BUFFERS_WITHIN, BYTES_WITHIN = 0.05, 0.10
 
@@ -84,6 +88,8 @@ def test_nearly_every_operation_is_met_in_the_trace() -> None:
         ({"loss": "whole", "stack": SHARED}, "need loss pieces"),
         ({"loss": "whole", "dropout": 0.1}, "need loss pieces"),
         ({"frozen_stacks": 2}, "go with stack"),
+        ({"loss": "whole", "merge_ready": "grid"}, "need loss pieces"),
+        ({"stack": SHARED, "shared_outer": True}, "do not go together"),
         ({"stack": {"rank": 0}}, "greater than or equal to 1"),
     ],
 )

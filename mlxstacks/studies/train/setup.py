@@ -29,9 +29,8 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.lora_modules import outer_half
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
-from mlxstacks.layers.adapted import AdaptedLayer
 from mlxstacks.layers.attach import attach_lora
-from mlxstacks.layers.merge_ready import merge_ready_layer, missing_grids, stored_grids
+from mlxstacks.layers.merge_ready import merge_ready_layers, stored_grids
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
@@ -119,24 +118,16 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     )  # fmt: skip
     targets = choose_targets(model, settings)
     notes += [] if settings.keys else left_out_notes(model, targets)
-    layer_of = None
-    if how is not None:
-        if problem := missing_grids((target.path for target in targets), grids, how):
-            raise InputError(problem)
-
-        def layer_of(target: Target, lora: LoRASettings, key: mx.array) -> AdaptedLayer:
-            return merge_ready_layer(target.module, lora, key, grids[target.path], how)
-
     if how == "grid":
         weights = sum(
             (t.dims.base_experts or 1) * t.dims.input_dims * t.dims.output_dims for t in targets
         )
         notes.append(
             "merge_ready grid holds the rounded weights of a step in float32, "
-            f"{memory.bytes_in_words(4 * weights)}, or of one layer with grad_checkpoint; the "
-            "guard counts an ordinary LoRA."
+            f"{memory.bytes_in_words(4 * weights)}, or of one layer with grad_checkpoint."
         )
     try:
+        layer_of = merge_ready_layers(targets, grids, how)
         attach_lora(model, targets, lora, mx.random.key(settings.seed), layer_of)
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -333,6 +324,8 @@ def asked_of(
         grad_accumulation_steps=settings.grad_accumulation_steps,
         rank=settings.rank,
         dropout=settings.dropout,
+        shared_outer=settings.shared_outer,
+        merge_ready=settings.merge_ready,
         base="float32" if in_float32 else "stored",
         layers=layers or settings.layers,
         keys=settings.keys,
