@@ -19,6 +19,7 @@ _ENDS = {
     "store": r"mlxstacks/assets/nano/store",
     "data": rf"{_CACHE}/data",
     "domains": rf"{_CACHE}/domains",
+    "float model": rf"{_CACHE}/model-float32",
     "curriculum": rf"{_CACHE}/curriculum{_DIGEST}",
     "held out": rf"{_CACHE}/curriculum{_DIGEST}/[a-z_]+/[a-z_]+\.jsonl",
     "routing": rf"{_CACHE}/routing{_DIGEST}",
@@ -30,7 +31,7 @@ _ENDS = {
 READ = {
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
     "data", "log_path", "prompts", "counting_library", "persona", "persona_data", "items",
-    "narrow_items", "suite", "task_files", "regrade",
+    "narrow_items", "suite", "task_files", "regrade", "plain_model",
 }  # fmt: skip
 # Settings of `train` that a study sets where it trains; among its own they would be said twice.
 TRAINING_OF_A_STUDY = (
@@ -58,7 +59,12 @@ NANO_PARTS: Mapping[str, Mapping[str, str]] = {
     "route evaluate": {**_ROUTED, "data": "routing", "unseen": "held out"},
     "route check": _ROUTED,
     "profile": {"model": "model", "data": "domains"},
-    "confound": {"model": "model", "persona": "adapter", "items": "items"},
+    "confound": {
+        "model": "model",
+        "persona": "adapter",
+        "items": "items",
+        "plain_model": "float model",
+    },
     "identity": {
         "model": "model",
         "persona": "adapter",

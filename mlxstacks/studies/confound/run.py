@@ -198,9 +198,10 @@ class _Confound(Study):
         if self.suite:
             hashes |= {"suite": suite_sha256(self.suite)}
         if settings.widths:
-            hashes |= {
-                "plain": fingerprint(open_checkpoint(resolve_model(str(settings.plain_model))))
-            }
+            plain = open_checkpoint(resolve_model(str(settings.plain_model)))
+            hashes |= {"plain": fingerprint(plain)}
+            for bits in settings.widths:  # what cannot be quantized is told now, not hours later
+                self._quantize(bits, work_path(self.work_target) / MODELS, dry_run=True)
         self.protocol = protocol_of(settings, hashes, self.sample)
         self.lengths = row_lengths(self.sample, settings, self.source.speaker)
         return head
@@ -398,11 +399,7 @@ class _Confound(Study):
         before, after = (models / name for name in width_arms(bits))
         arms = dict(zip(width_arms(bits), (before, after), strict=True))
         if not (path.is_file() and all(self._done(name, at) for name, at in arms.items())):
-            convert(
-                ConvertSettings(
-                    model=self.settings.plain_model, bits=bits, save_path=str(before), force=True
-                )
-            )
+            self._quantize(bits, before)
             report = fuse(
                 FuseSettings(
                     model=str(before), adapter_path=(str(work / ADAPTER),), save_path=str(after),
@@ -416,6 +413,11 @@ class _Confound(Study):
             )
             mx.clear_cache()
         discard(models)
+
+    def _quantize(self, bits: int, path: Path, dry_run: bool = False) -> None:
+        """The plain model, by MLX's affine grid in groups of 64."""
+        settings = {"model": self.settings.plain_model, "save_path": str(path), "bits": bits}
+        convert(ConvertSettings.model_validate(settings | {"force": True}), dry_run=dry_run)
 
     def _search(self, way: str, work: Path) -> tuple[float, list[Probe]]:
         """The share of the test's answers that A1 moves; what the random delta moves by scale, of

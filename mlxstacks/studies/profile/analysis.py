@@ -274,7 +274,7 @@ def _control_in_words(tables: Mapping[str, Any], alpha: float) -> list[str]:
     others = control["untrained_excess_kl_nats"]
     answer = "this model's differ more"
     if control["p"] >= alpha:
-        answer = "that this model's do more is not shown, so this is no sign of anything learned"
+        answer = "that this model's differ more is not shown: no sign of anything learned"
     words = (
         f"Beyond chance that is {control['excess_kl_nats']:.3g} nats; {len(others)} untrained "
         f"routers, with weights drawn anew, give {np.mean(others):.3g} on the same tokens "

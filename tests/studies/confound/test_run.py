@@ -369,13 +369,16 @@ def test_generated_answers_keep_text_and_rule(places: Places) -> None:
         ({"train": {"max_seq_length": 3}}, "train.max_seq_length is 3, and in 36 of 36 items"),
         ({"subjects": ("none",)}, "no item of none"),
         ({"persona": "nowhere"}, "nowhere"),
-        ({"widths": (3,)}, "widths needs plain_model"),
+        ({"widths": (3,), "plain_model": None}, "widths needs plain_model"),
+        ({"widths": (3,)}, "already quantized"),
     ],
 )
 def test_inputs_that_cannot_be_used_leave_nothing_to_go_on_with(
     places: Places, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     target = tmp_path / "out"
+    if "widths" in change:
+        change = {"plain_model": str(places[0])} | change
     with pytest.raises(InputError, match=message):
         run(settings_for(places, target, **change))
     assert not list(tmp_path.iterdir())
