@@ -26,7 +26,9 @@ from tests.test_readme import headings
 from tools.docs.blocks import MARKS, PAGES, ROOT, blocks, commands, runnable
 
 # Lines of marked blocks that are for a shell alone: they install, fetch, or make a place.
-SHELL = ("pip ", "uv ", "git ", "make ", "source ", "mkdir ", "cd ", "REAL=", "cp ")
+SHELL = (
+    "pip ", "uv ", "git ", "make ", "source ", "mkdir ", "cd ", "REAL=", "cp ", "export ", "jupyter ",
+)  # fmt: skip
 WIDEST_CODE = 84  # what a page has room for; README has 120
 # Lines of text blocks that look like commands.
 COMMAND = re.compile(r"^((mlxstacks|pip|uv|make|python) |mlx_lm\.)", re.M)

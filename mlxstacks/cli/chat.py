@@ -218,8 +218,16 @@ def run_command(chat: Chat, text: str) -> bool:
     name = WORDS.get(name, name)
     if name not in COMMANDS:
         raise InputError(f"no command {name!r}{nearest(name, COMMANDS)}; /help lists them")
+    if name not in offered(chat):
+        raise InputError(f"{name} is about stacks, and there is no store; start with --store-path")
     COMMANDS[name].run(chat, rest.strip())
     return True
+
+
+def offered(chat: Chat) -> Mapping[str, "SlashCommand"]:
+    """The commands that have something to act on: those about stacks need a store."""
+    has_store = chat.engine.store is not None
+    return {name: c for name, c in COMMANDS.items() if has_store or name not in _OF_STACKS}
 
 
 def complete(chat: Chat, before: str) -> list[str]:
@@ -228,7 +236,7 @@ def complete(chat: Chat, before: str) -> list[str]:
         return []
     name, space, rest = before.partition(" ")
     if not space:
-        return [known for known in (*COMMANDS, *WORDS) if known.startswith(name)]
+        return [known for known in (*offered(chat), *WORDS) if known.startswith(name)]
     if name not in COMMANDS:
         return []
     *given, last = rest.split(" ")
@@ -273,8 +281,6 @@ def _mode(chat: Chat, rest: str) -> None:
             raise InputError(f"got {rest!r}, allowed: {', '.join(MODES)}{nearest(rest, MODES)}")
         if mode == "routed":
             _ = engine.router  # one that does not fit is bad input now
-        elif mode == "ungated" and engine.resident is None:
-            raise InputError("there is no store, so no stacks; start with --store-path")
         conversation.mode = mode
     pinned = f", but {', '.join(conversation.pins)} pinned" if conversation.pins else ""
     chat.say(f"Mode {conversation.mode}{pinned}.")
@@ -319,7 +325,7 @@ def _save(chat: Chat, rest: str) -> None:
 
 
 def _help(chat: Chat, rest: str) -> None:
-    chat.show(output.details({f"{name} {c.takes}": c.help for name, c in COMMANDS.items()}))
+    chat.show(output.details({f"{name} {c.takes}": c.help for name, c in offered(chat).items()}))
     chat.say("Esc Enter or a backslash at the end begins a new line. Ctrl-C stops an answer.")
 
 
@@ -343,6 +349,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/help": SlashCommand("", "this list; or h", _help),
     "/quit": SlashCommand("", "leave; or /exit, exit, quit, q, the end of input", _quit),
 }
+_OF_STACKS = ("/route", "/stacks", "/pin", "/unpin", "/mode", "/compare")
 # Other names; those without a slash are commands only where they are all that was typed.
 WORDS: Mapping[str, str] = {
     "/clear": "/new", "/exit": "/quit",

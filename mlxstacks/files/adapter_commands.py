@@ -178,6 +178,13 @@ def merge_command(settings: AdapterMergeSettings) -> tuple[AdapterWritten, list[
             f"the adapters were trained on different bases ({named}); merge adapters of one base, "
             "or --allow-base"
         )
+    apart = set.intersection(*(set(adapter.modules) for adapter in adapters)) == set()
+    if apart and len(bases) < len(adapters) and not settings.allow_base:
+        unknown = next(a.directory for a in adapters if a.base_fingerprint not in bases)
+        raise AdapterError(
+            f"the adapters have no module in common, and {unknown} does not record its base, so "
+            "nothing says that they are of one model; --allow-base merges them all the same"
+        )
     merged, modules = merge_adapters(
         adapters, settings.weights or [1.0] * len(adapters), settings.method, rank=settings.rank,
         density=settings.density, space=settings.space, seed=settings.seed,

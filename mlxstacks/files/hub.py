@@ -93,6 +93,8 @@ def _snapshot(hub_id: str, sidecars: bool) -> Path:
     wanted: dict[str, Any] = {"allow_patterns": ALLOW_PATTERNS}
     if sidecars:
         wanted = {"allow_patterns": [*ALLOW_PATTERNS, _SIDECARS], "ignore_patterns": _TWICE}
+    if hub_id.endswith((".gguf", ".safetensors")):
+        raise CheckpointError(f"{hub_id}: no such file")
     check_hub_reference(hub_id, "models", CheckpointError)
     try:
         cached = Path(snapshot_download(hub_id, **wanted, local_files_only=True))

@@ -248,7 +248,7 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         model(tokens, cache=make_prompt_cache(model))
     step = training_step(config, settings, 1)
     prediction = predict_training(config, settings, step=step)
-    say(1, 3, "generating")
+    say(1, 3, "generating" if settings.decode_tokens else "training, longest rows")
     device = memory.device()
     limit = Limit(
         buffers=settings.resource_limit or device.resource_limit,

@@ -37,6 +37,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "train": {"save_path": ("--adapter-path",)},
     "compare": {"data": ("--judge",)},
+    "generate": {"prompts": ("--data", "--prompts-file")},
     "eval": {
         "tasks": ("-t",),
         "batch_size": ("-b",),

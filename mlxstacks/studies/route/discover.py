@@ -9,7 +9,7 @@ in the store, only what is new is measured.
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import comb
@@ -117,7 +117,13 @@ class _Discovery(Study):
             tokenizer, notes = self.served.tokenizer, [*self.served.notes, *notes]
         self.examples = read_examples(settings, store, tokenizer, notes)
         self.samples = choose_samples(settings, self.examples, tokenizer, template)
-        counts = _counts(self.examples, self.samples, self.rules, settings.random_control)
+        unknown = {d.name for d in store.manifest.domains if d.enabled and d.split is None}
+        counts = _counts(self.examples, self.samples, self.rules, settings.random_control, unknown)
+        if imported := sorted(unknown & {*self.rules.domains}):
+            notes.append(
+                f"What {', '.join(imported)} was trained on is not recorded, as it was "
+                "imported: its prompts may be among those."
+            )
         self.expected = max(1, counts["passes_expected"])
         if dropped := self.samples.dropped:
             notes.append(f"{dropped} pairs have no answer token within max_tokens; dropped.")
@@ -320,23 +326,26 @@ def _mean(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def _counts(
-    examples: Sequence[RouterExample], samples: Samples, rules: Rules, random_control: bool
-) -> dict[str, Any]:
-    """Examples and samples by label; rows that stacks were trained on; forward passes.
+    examples: Sequence[RouterExample], samples: Samples, rules: Rules, random_control: bool,
+    unknown: Set[str] = frozenset(),
+) -> dict[str, Any]:  # fmt: skip
+    """Examples and samples by label; rows that stacks were trained on, None for a label with a
+    domain of `unknown`, whose rows are not recorded; forward passes.
 
     passes_expected: with one addition a pair, each domain then tried with a random stack where
     that control is asked for. passes_at_most: the most that search and control take.
     """
 
-    def both(label: tuple[str, ...] | None) -> dict[str, int]:
+    def both(label: tuple[str, ...] | None) -> dict[str, int | None]:
+        is_known = not unknown & {*(label or ())}
         chosen, searched = (
             [e for e in group if label in (None, e.label)] for group in (examples, samples.examples)
         )
         return {
             "examples": len(chosen),
-            "trained_on": sum(e.trained_on for e in chosen),
+            "trained_on": sum(e.trained_on for e in chosen) if is_known else None,
             "samples": len(searched),
-            "samples_trained_on": sum(e.trained_on for e in searched),
+            "samples_trained_on": sum(e.trained_on for e in searched) if is_known else None,
         }
 
     n, count = len(rules.domains), len(samples.examples)
@@ -543,7 +552,13 @@ def _sentences(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator
         own = _percent(_rate(sum(o.best == o.label for o in labelled), len(labelled)))
         inside = sum({*o.label} <= {*o.best} for o in labelled)
         holds = _percent(_rate(inside, len(labelled)))
-        yield f"The best set is the label itself in {own}, and holds it in {holds}."
+        yield (
+            f"Of {len(labelled):,} prompts with a domain the best set is that domain in {own}, and "
+            f"holds it in {holds}."
+        )
+    if others := [o for o in outcomes if not o.label]:
+        nothing = _percent(_rate(sum(not o.best for o in others), len(others)))
+        yield f"Of {len(others):,} others no stack helps in {nothing}."
     yield f"Mean gain {_nats(mean_interval([o.gain for o in outcomes]).as_json())}."
     if gap:
         same = _percent(gap["same_set"])
