@@ -106,9 +106,10 @@ def _stack(name: str, settings: StackRunSettings, runs: int = 1) -> dict[str, An
 
 
 def _compare(settings: CompareSettings) -> Iterator[dict[str, Any]]:
+    runs = len(settings.seeds) + len(settings.rates) * len(settings.search_seeds)
     for arm in settings.arms:
         run = settings.settings_of(arm, model=settings.model, data=settings.data)
-        yield _stack(f"{arm.name}: a stack", run, len(settings.seeds))
+        yield _stack(f"{arm.name}: a stack", run, runs)
 
 
 def _sweep(settings: SweepSettings) -> Iterator[dict[str, Any]]:

@@ -223,6 +223,7 @@ class DomainSettings(Settings):
     rounds: int | None = Field(None, ge=1, description="stacks to train at most")
     iters: int | None = Field(None, ge=1, description="batches of a round")
     learning_rate: float | None = Field(None, gt=0, description="peak learning rate")
+    layers: LayersText | None = Field(None, description="layers that its stacks are put on")
 
 
 Domain = Annotated[

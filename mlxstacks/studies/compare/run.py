@@ -86,19 +86,20 @@ class _Comparison(Study):
         self.settings, self.progress = settings, progress
         self.inputs = (settings.model, settings.data)
         self.directory = work_path(self.work_target) / CELLS
+        self.arms = [profiled(settings, arm) for arm in settings.arms]
         self.search = [
             (at_rate(arm, rate, search=True), seed)
             for seed in settings.search_seeds
             for rate in settings.rates
-            for arm in settings.arms
+            for arm in self.arms
         ]
-        self.cells = [(arm, seed) for seed in settings.seeds for arm in settings.arms]
+        self.cells = [(arm, seed) for seed in settings.seeds for arm in self.arms]
 
     def planned(self) -> Result:
         settings = self.settings
         planned: dict[str, Result] = {}
         self.budgets: dict[str, dict[str, int]] = {}
-        for arm in settings.arms:
+        for arm in self.arms:
             stack = self._of(arm, save_path=str(self.directory / f".{arm.name}.plan"))
             try:
                 plan = planned[arm.name] = stack_run.run(stack, dry_run=True)
@@ -133,7 +134,7 @@ class _Comparison(Study):
             "control": settings.arms[0].name,
             "arms": {
                 arm.name: settings.settings_of(arm).model_dump(mode="json", exclude=of_cell)
-                for arm in settings.arms
+                for arm in self.arms
             },
             "budgets": self.budgets,
             "rules": RULES | (SEARCH_RULE if settings.rates else {}),
@@ -231,6 +232,26 @@ def conclude_again(result: Result, directory: Path) -> Result:
     return concluded(settings, (result.plan or {})["budgets"], directory)
 
 
+def profiled(settings: CompareSettings, arm: ArmSettings) -> ArmSettings:
+    """The arm with each domain's layers by its profile. Raises: InputError: no such profile, or a
+    domain that is no group of it.
+    """
+    if arm.profile is None:
+        return arm
+    found = Result.open(arm.profile)
+    if found.kind != "profile" or found.status != "done":
+        raise InputError(f"arm {arm.name}: {arm.profile} holds no finished profile")
+    layers = found.data["tables"]["top_layers"]["by_kl"]
+    domains = settings.settings_of(arm).domains
+    if not domains or any(domain.name not in layers for domain in domains):
+        raise InputError(
+            f"arm {arm.name}: {arm.profile} has the groups {', '.join(layers)}; run.domains has to "
+            "name domains among them"
+        )
+    changed = [d.model_dump(exclude_defaults=True) | {"layers": layers[d.name]} for d in domains]
+    return arm.model_copy(update={"change": {**arm.change, "domains": changed}})
+
+
 def _data_of(planned: dict[str, Any]) -> dict[str, Any]:
     """What each domain of a planned run reads."""
     return {name: domain["data"] for name, domain in planned["domains"].items()}
@@ -239,10 +260,10 @@ def _data_of(planned: dict[str, Any]) -> dict[str, Any]:
 def _budget(planned: dict[str, Any]) -> dict[str, int]:
     """What a run would spend, from the figures of its dry run."""
     domains = [d for d in planned["domains"].values() if d["status"] == "planned"]
-    rounds = sum(domain["rounds_planned"] for domain in domains)
+    parameters = sum(d["rounds_planned"] * d["trained_parameters"] for d in domains)
     steps = sum(domain["rounds_planned"] * domain["steps_per_round"] for domain in domains)
     tokens = sum(domain["rounds_planned"] * domain["tokens_per_round"] for domain in domains)
-    return {"parameters": rounds * planned["trained_parameters"], "steps": steps, "tokens": tokens}
+    return {"parameters": parameters, "steps": steps, "tokens": tokens}
 
 
 # --- what is kept of a cell -----------------------------------------------------------------------

@@ -27,6 +27,11 @@ class ArmSettings(Settings):
         description="settings of `stack` with other values; nested ones may be given in part. "
         "domains: the same ones in another order, or with other rows to train on",
     )
+    profile: str | None = Field(
+        None,
+        description="directory that `mlxstacks profile` wrote, with a group for each domain: that "
+        "is trained at the layers where the group's routing diverges most, as many as top_layers",
+    )
 
 
 class CompareSettings(Settings):

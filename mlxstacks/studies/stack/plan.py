@@ -181,6 +181,7 @@ def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
             "data": (domain.data or of_name).rendered_as(settings),
             "rounds": domain.rounds or settings.rounds,
             "learning_rate": domain.learning_rate or settings.learning_rate,
+            "layers": domain.layers or settings.layers,
             "iters": iters and each * -(-iters // each),
         }))  # fmt: skip
     return complete
@@ -355,7 +356,7 @@ def identity_of(
     """See `StackSetup.identity`; domain: with the run's settings filled in."""
     return {
         **settings.model_dump(mode="json", exclude=_NOT_OF_A_STACK),
-        **domain.model_dump(mode="json", include={"rounds", "iters", "learning_rate"}),
+        **domain.model_dump(mode="json", include={"rounds", "iters", "learning_rate", "layers"}),
         _OF_THE_MACHINE: float32_base,
         "data": rows.identity(),
     }

@@ -60,6 +60,9 @@ def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | Non
             "status": "planned",
             "rounds_planned": plan.settings.rounds,
             "steps_per_round": plan.optimizer.steps,
+            "trained_parameters": stack_size(
+                setup.targets_of(plan.settings), settings.stack
+            ).parameters,
             "tokens_per_round": plan.tokens_per_round,
             "iters": plan.settings.iters,
             "train_rows": len(plan.rows.data.train),
@@ -148,13 +151,13 @@ def done_result(
 def round_details(
     records: Sequence[RoundRecord],
     bases: Bases,
-    setup: StackSetup,
+    projections: int,
     seconds: float,
     resumed_from: int | None,
 ) -> dict[str, Any]:
     """What the training of a domain says apart from its record in the store."""
     balances = [
-        record.history[-1]["balance_loss"] / len(setup.targets)
+        record.history[-1]["balance_loss"] / projections
         for record in records
         if record.history and "balance_loss" in record.history[-1]
     ]

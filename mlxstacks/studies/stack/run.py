@@ -310,8 +310,9 @@ class _StackRun:
                 "broken row) and run again with --no-resume: domains in the store stay"
             ) from error
         seconds = time.monotonic() - start
+        projections = len(self.setup.targets_of(plan.settings))
         details = round_details(
-            result.records, bases, self.setup, seconds, checkpoints.resumed_from
+            result.records, bases, projections, seconds, checkpoints.resumed_from
         )
         retrained = self._retrained(work, result, seconds) if self.retrain is not None else None
         if retrained is not None:
@@ -376,8 +377,8 @@ class _StackRun:
         bases = work.bases() or {}
         if warning := capacity_warning(bases):
             self.setup.notes.append(f"{plan.name}: {warning}")
-        full = full_projections(bases, self.setup.paths)
-        if len(full) == len(self.setup.paths):
+        paths = self.setup.paths_of(plan.settings)
+        if len(full_projections(bases, paths)) == len(paths):
             raise InputError(
                 f"domain {plan.name}: null_space.directions {settings.directions} protects every "
                 "output direction of every projection, so nothing can be trained; lower it, or "
@@ -389,7 +390,7 @@ class _StackRun:
         settings = self.settings
         return DomainJob(
             name=plan.name,
-            paths=self.setup.paths,
+            paths=self.setup.paths_of(plan.settings),
             stack=settings.stack,
             rounds=plan.settings.rounds or settings.rounds,
             optimizer=plan.optimizer,

@@ -68,9 +68,13 @@ class StackSetup:
     served: list[Served]
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return tuple(sorted(target.path for target in self.targets))
+    def targets_of(self, domain: DomainSettings) -> list[Target]:
+        """Those of the domain's layers; domain: with the run's settings filled in."""
+        layers = parse_layers(domain.layers or self.settings.layers)
+        return [target for target in self.targets if layers is None or target.layer in layers]
+
+    def paths_of(self, domain: DomainSettings) -> tuple[str, ...]:
+        return tuple(sorted(target.path for target in self.targets_of(domain)))
 
     @property
     def served_dtype(self) -> mx.Dtype | None:
@@ -158,6 +162,8 @@ def choose_targets(model: nn.Module, settings: StackRunSettings) -> list[Target]
     stack = settings.stack
     try:
         targets = find_targets(model, _target_settings(settings))
+        for layers in _layers_of(settings):  # each domain needs a place
+            find_targets(model, _target_settings(settings, layers))
         check_per_expert(targets, stack, layers_were_named="layers" in settings.model_fields_set)
         check_targets(targets, stack.rank if stack.latent_dim is None else 1)
     except ValueError as error:
@@ -165,8 +171,16 @@ def choose_targets(model: nn.Module, settings: StackRunSettings) -> list[Target]
     return targets
 
 
-def _target_settings(settings: StackRunSettings) -> TargetSettings:
-    return TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
+def _layers_of(settings: StackRunSettings) -> list[str]:
+    """Of each domain, or of the run."""
+    return [domain.layers or settings.layers for domain in settings.domains] or [settings.layers]
+
+
+def _target_settings(settings: StackRunSettings, layers: str | None = None) -> TargetSettings:
+    """layers: in place of those of all domains together."""
+    named = [layers] if layers else _layers_of(settings)
+    numbers = parse_layers("all" if "all" in named else ",".join(named))
+    return TargetSettings(layers=numbers, projections=settings.keys or None)
 
 
 def serve_domains(

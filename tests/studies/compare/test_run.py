@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError
+from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.compare.analysis import CellRecord
 from mlxstacks.studies.compare.run import run
@@ -20,6 +21,7 @@ from mlxstacks.studies.stack.run import run as run_stack
 from mlxstacks.study import child_process, write
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
+from mlxstacks.study.write import write_result
 from tests.studies.compare_cases import Cells, compare_settings, stacks
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.stack_cases import hashes, write_places
@@ -348,6 +350,40 @@ def test_arms_may_differ_in_order_and_in_what_a_domain_trains_on(
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert [*plan["data_of_arms"]] == ["noisy"]
     assert "; by domain alpha " in report.verdict
+
+
+def test_an_arm_takes_each_domains_layers_from_a_profile(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the plan, and the stacks of each domain lie there and nowhere else."""
+    tops = {"alpha": [1], "beta": [0], "gamma": [1, 0]}
+    data = {"tables": {"top_layers": {"by_kl": tops}}}
+    profile = Result(kind="profile", title="Profile", status="done", data=data)
+    (tmp_path / "profile").mkdir()
+    write_result(profile, tmp_path / "profile", tmp_path / "profile")
+    use(monkeypatch, Cells())
+    own: dict[str, Any] = {"name": "own", "profile": str(tmp_path / "profile")}
+    trained = {"keys": [], "iters": 4, "learning_rate": 0.01}  # as much as leaves no stack empty
+    arms, equal = ({"name": "all"}, own), ["steps", "tokens"]
+    given: dict[str, Any] = {"arms": arms, "seeds": (0,), "equal": equal, "run": trained}
+    target = tmp_path / "out"
+    result = run(compare_settings(places, target, **given))
+    plan = json.loads((target / "plan.json").read_text())
+    assert [d["layers"] for d in plan["arms"]["own"]["domains"]] == ["1", "0"]
+    assert [d["layers"] for d in plan["arms"]["all"]["domains"]] == [None, None]
+    store = Store.open(target / "cells" / "own_seed-0")
+    for stack, layer in zip(store.enabled_stacks(), (1, 0), strict=True):
+        paths = store.read_header(stack).projections
+        assert paths
+        assert all(f"layers.{layer}." in path for path in paths)
+    for parameters in (
+        [budget["parameters"] for budget in result.data["budgets"].values()],
+        [cell.values["parameters"] or 0 for cell in cells_of(result)],
+    ):
+        assert parameters[0] == 2 * parameters[1] > 0
+    own["change"] = {"domains": ["gamma", "delta"]}
+    with pytest.raises(InputError, match="has the groups alpha, beta, gamma; run"):
+        run(compare_settings(places, tmp_path / "no", **given))
 
 
 @pytest.mark.parametrize(
