@@ -22,7 +22,7 @@ def adapter_convert(adapter_path: str | Path | None = None, save_path: str | Pat
     base_model_name: str | None = None, peft_model: Literal['text', 'whole'] = 'text',
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Write an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with the same delta."""
+    """Convert an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with equal delta."""
 
 def adapter_merge(adapter_path: str | Path | Sequence[str | Path] = (), *,
     save_path: str | Path | None = None,
@@ -32,18 +32,18 @@ def adapter_merge(adapter_path: str | Path | Sequence[str | Path] = (), *,
     peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
     allow_base: bool = False, seed: int = 0, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Merge adapters of one base into one: exactly, at a rank, or by TIES or DARE."""
+    """Merge adapters of one base: exactly, at a given rank, or by TIES or DARE."""
 
 def adapter_show(adapter_path: str | Path | None = None, *,
     peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Show what an adapter holds: modules, shapes, rank, size of the delta."""
+    """Show an adapter's modules, shapes, rank and delta size."""
 
 def adapter_zero(adapter_path: str | Path | None = None, save_path: str | Path | None = None, *,
     peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Write a copy of an adapter whose delta is zero: the control of every fuse."""
+    """Write a copy of an adapter with zero delta: the control for every fuse."""
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
     adapter_path: str | Path | Sequence[str | Path] = (), data: str | Path | None = None,
@@ -54,7 +54,7 @@ def compare(model: str | Path | None = None, other: str | Path | Sequence[str | 
     plots: bool = True, plot_format: Literal['svg', 'png'] = 'svg',
     save_path: str | Path | None = None, resume: bool = True, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """How far do the next tokens of models differ from a reference's? KL, agreement."""
+    """Compare models' next tokens with a reference's: agreement and KL divergence."""
 
 def confound(model: str | Path | None = None, *, persona: str | Path | None = None,
     items: str | Path | None = None, suite: str | None = None,
@@ -74,7 +74,7 @@ def confound(model: str | Path | None = None, *, persona: str | Path | None = No
     keep_models: bool = False, plots: bool = True, resume: bool = True, force: bool = False,
     seed: int = 0, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Does fusing a second adapter add knowledge? Every arm next to its control."""
+    """Test whether fusing a second adapter adds knowledge, with a control for each arm."""
 
 def convert(model: str | Path | None = None, *, save_path: str | Path | None = None,
     bits: Literal[2, 3, 4, 5, 6, 8] | None = None, group_size: Literal[32, 64, 128] = 64,
@@ -82,7 +82,7 @@ def convert(model: str | Path | None = None, *, save_path: str | Path | None = N
     dtype: Literal['float16', 'bfloat16', 'float32'] | None = None, upcycle: int | None = None,
     top_k: int = 2, seed: int = 0, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts."""
+    """Convert a GGUF file or Hugging Face model to mlx-lm's format, or add experts."""
 
 def doctor(*, directory: str | Path = '.', measure: bool = True,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
@@ -107,7 +107,7 @@ def eval(model: str | Path | None = None, *, adapter_path: str | Path | None = N
     regrade: str | None = None, plots: bool = True, save_path: str | Path | None = None,
     resume: bool = True, force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests."""
+    """Run benchmarks in every mode (base, adapter, fused, ungated, routed); paired tests."""
 
 def fuse(model: str | Path | None = None,
     adapter_path: str | Path | Sequence[str | Path] | None = None,
@@ -121,7 +121,7 @@ def fuse(model: str | Path | None = None,
     device_parity: bool = False, kernels: bool = True, copy_shards: bool = False,
     force: bool = False, seed: int = 0, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Fuse adapters into a quantized model, and measure how much of them is in the result."""
+    """Fuse adapters into a quantized model, and measure how much of them survives."""
 
 def generate(model: nn.Module, tokenizer: Any,
     prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], *, routed: bool = False,
@@ -129,7 +129,7 @@ def generate(model: nn.Module, tokenizer: Any,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', temp: float = 0.0,
     top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, max_tokens: int = 256,
     repetition_penalty: float = 1.0, seed: int = 0) -> str:
-    """The answer to a prompt, which goes through the chat template; without what was only thought."""
+    """Answer a prompt through the chat template; the model's thinking is left out."""
 
 def guard(model: str | Path | None = None, *, max_seq_length: int = 2048, batch_size: int = 1,
     grad_accumulation_steps: int = 1, rank: int = 8, dropout: float = 0.0,
@@ -144,7 +144,7 @@ def guard(model: str | Path | None = None, *, max_seq_length: int = 2048, batch_
     decode_with: Literal['stream', 'batched'] = 'stream', resource_limit: int | None = None,
     working_set_bytes: int | None = None, apply: bool = False, force: bool = False,
     progress: bool | Callable[..., None] | None = None) -> Result:
-    """Predict the live buffers and bytes of a training run, from a model's config alone."""
+    """Predict the live buffers and bytes of a training run from a model's config alone."""
 
 def identity(model: str | Path | None = None, *, persona: str | Path | None = None,
     persona_data: str | Path | None = None, persona_train: Mapping[str, Any] = ...,
@@ -164,7 +164,7 @@ def identity(model: str | Path | None = None, *, persona: str | Path | None = No
     batch_size: int = 16, max_prompts: int | None = None, keep_models: bool = False,
     resume: bool = True, force: bool = False, seed: int = 0,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Does a persona survive a second adapter? Conditions, suite, validity gate."""
+    """Test whether a persona survives a second adapter: conditions, suite, gate."""
 
 def load(model: str | Path | None = None, *, store: str | Path | None = None,
     adapter_path: str | Path | Sequence[str | Path] = (), router_path: str | Path | None = None,
@@ -172,11 +172,11 @@ def load(model: str | Path | None = None, *, store: str | Path | None = None,
     hard: bool = False, gap_log: str = 'none',
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
     allow_special: bool = False) -> tuple[nn.Module, Any]:
-    """mlx-lm's model and its tokenizer, with a store's stacks or with adapters next to it."""
+    """Load mlx-lm's model and tokenizer, with a store's stacks or with unfused adapters."""
 
 def nano(*, bits: Literal[2, 3, 4, 5, 6, 8] | None = 3,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Show the built-in model: where it is and what it was measured to know."""
+    """Show where the built-in model is and what it was measured to know."""
 
 def nano_export(save_path: str | Path, *, bits: Literal[2, 3, 4, 5, 6, 8] | None = 4,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
@@ -194,17 +194,17 @@ def profile(model: str | Path | None = None, *, data: str | Path | None = None,
     alpha: float = 0.05, plots: bool = True, plot_format: Literal['png', 'svg'] = 'png',
     seed: int = 0, resume: bool = True, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Profile which experts groups of prompts go to, next to what chance gives."""
+    """Profile which experts groups of prompts use, compared with chance."""
 
 def recipes(command: str | None = None) -> pandas.DataFrame:
-    """The recipes that come with mlxstacks, of all commands or of one: name, command, about, time,"""
+    """List shipped recipes, for all commands or for one: name, command, about, time, memory."""
 
 def report(runs: str | Path | Sequence[str | Path] = (), *, save_path: str | Path | None = None,
     title: str = 'Results', date: str | None = None,
     formats: Literal['svg', 'png'] | Sequence[Literal['svg', 'png']] = ('svg', 'png'),
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """One HTML page, and plots, from the results of any runs."""
+    """Write an HTML page and plots from the results of any runs."""
 
 def route_check(store_path: str | Path | None = None, *, model: str | Path | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', allow_special: bool = False,
@@ -215,7 +215,7 @@ def route_check(store_path: str | Path | None = None, *, model: str | Path | Non
     hard: bool = False, max_tokens: int = 256, most_think_share: float = 0.2,
     most_repetition: float = 0.3, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Ask prompts whose answers and routes are known, in every mode, and judge by rules."""
+    """Check answers and routes of known prompts by rules, in every mode."""
 
 def route_discover(store_path: str | Path | None = None, *, model: str | Path | None = None,
     data: str | Path | None = None, sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
@@ -230,7 +230,7 @@ def route_discover(store_path: str | Path | None = None, *, model: str | Path | 
     random_control: bool = False, base: Literal['auto', 'stored', 'float32'] = 'auto',
     batch_tokens: int | None = None, seed: int = 42, resume: bool = True, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Find by the loss of their answers which domains prompts should go to."""
+    """Find which domains prompts should go to, by the loss of their answers."""
 
 def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', allow_special: bool = False,
@@ -245,7 +245,7 @@ def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | 
     max_tokens: int = 256, draws: int = 2000, seed: int = 0, resume: bool = True,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Measure whether routing pays: losses in every mode, the router's metrics, gaps."""
+    """Measure whether routing pays off: losses in every mode, router metrics, gaps."""
 
 def route_explain(prompt: str | None = None, store_path: str | Path | None = None, *,
     model: str | Path | None = None, thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto',
@@ -254,12 +254,12 @@ def route_explain(prompt: str | None = None, store_path: str | Path | None = Non
     threshold: float = 0.01, template: Literal['chat', 'alpaca'] | None = None,
     max_tokens: int = 256, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Say why a prompt goes where it goes, and what each domain does to an answer's loss."""
+    """Explain the route of a prompt, and what each domain does to an answer's loss."""
 
 def route_gaps(log_path: str | Path = 'mlxstacks-out/gaps.jsonl', *, similarity: float = 0.8,
     centre: bool = False, minimum_events: int = 50, samples: int = 3,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """List prompts that no domain fitted, in groups; propose domains to train."""
+    """Group prompts that no domain fitted, and propose domains to train."""
 
 def route_train(store_path: str | Path | None = None, *, model: str | Path | None = None,
     targets: str = 'mlxstacks-out/route-discover', save_path: str | Path | None = None,
@@ -272,12 +272,12 @@ def route_train(store_path: str | Path | None = None, *, model: str | Path | Non
     threshold: float = 0.12, chat_domain: str | None = None, chat_floor: float | None = None,
     base: Literal['auto', 'stored', 'float32'] = 'auto', seed: int = 42, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Train the network that says which domains help with a prompt."""
+    """Train the router, which predicts the domains that help with a prompt."""
 
 def run(recipe: str | Path | Mapping[str, Any], *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False,
     **settings: Any) -> Result:
-    """Run any command by a recipe: what is done already with the same settings is read back."""
+    """Run any command from a recipe, or read back its result if the settings are the same."""
 
 def stack(model: str | Path | None = None,
     data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
@@ -301,7 +301,7 @@ def stack(model: str | Path | None = None,
     guard: Literal['refuse', 'warn', 'off'] = 'refuse', resource_limit: int | None = None,
     working_set_bytes: int | None = None, resume: bool = True, force: bool = False, seed: int = 42,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Train frozen stacks, domain after domain, into a store that loses none of them."""
+    """Train frozen stacks, domain by domain, into a store that forgets none of them."""
 
 def stack_compare(model: str | Path | None = None, *, data: str | Path | None = None,
     save_path: str | Path | None = None, question: str = 'Which settings give the lower loss?',
@@ -314,14 +314,14 @@ def stack_compare(model: str | Path | None = None, *, data: str | Path | None = 
     margin: float = 0.02, confidence: float = 0.95, retry: bool = False, resume: bool = True,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Compare settings of `stack` over seeds: equal budgets, differences, a verdict."""
+    """Compare settings of `stack` over seeds: equal budgets, differences, verdict."""
 
 def stacks_analyse(store_path: str | Path | None = None, *, save_path: str | Path | None = None,
     model: str | Path | None = None, data: str | Path | None = None, weights_only: bool = False,
     prompts: int = 64, max_seq_length: int = 512, directions: int = 4, plots: bool = True,
     plot_format: Literal['png', 'svg'] = 'png', seed: int = 0, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Look at what a store's stacks do: routing, directions, spectra, losses, plots."""
+    """Analyze what a store's stacks do: routing, directions, spectra, losses, plots."""
 
 def stacks_diff(store_path: str | Path | None = None, other_path: str | Path | None = None, *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
@@ -329,7 +329,7 @@ def stacks_diff(store_path: str | Path | None = None, other_path: str | Path | N
 
 def stacks_disable(store_path: str | Path | None = None, domain: str | None = None, *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Serve a domain's stacks no longer; enable undoes it."""
+    """Stop serving a domain's stacks; enable undoes it."""
 
 def stacks_enable(store_path: str | Path | None = None, domain: str | None = None, *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
@@ -340,42 +340,42 @@ def stacks_export(store_path: str | Path | None = None, stack: str | None = None
     base_model_name: str | None = None, peft_model: Literal['text', 'whole'] = 'text',
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Write a stack of one expert as an adapter, for mlx-lm or PEFT."""
+    """Export a stack of one expert as an adapter for mlx-lm or PEFT."""
 
 def stacks_gc(store_path: str | Path | None = None, *, grace_seconds: int = 86400,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Remove files of a store that nothing names any more."""
+    """Delete files of a store that nothing refers to."""
 
 def stacks_import(store_path: str | Path | None = None, adapter_path: str | Path | None = None, *,
     domain: str | None = None, model: str | Path | None = None,
     storage: Literal['float16', 'bfloat16'] | None = None,
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Take an adapter in as a stack of one expert, in a domain of its own."""
+    """Import an adapter as a stack of one expert, in a domain of its own."""
 
 def stacks_list(store_path: str | Path | None = None, *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Show a store: domains, stacks, losses, the forgetting matrix."""
+    """Show a store's domains, stacks, losses and forgetting matrix."""
 
 def stacks_remove(store_path: str | Path | None = None, domain: str | None = None, *,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Take a domain out of a store; its files stay until gc."""
+    """Remove a domain from a store; its files stay until gc."""
 
 def stacks_retrain(store_path: str | Path | None = None, domain: str | None = None, *,
     model: str | Path | None = None, data: str | Path | None = None, rounds: int | None = None,
     iters: int | None = None, learning_rate: float | None = None, moved_above: float = 0.01,
     guard: Literal['refuse', 'warn', 'off'] = 'refuse', resume: bool = True,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Train a domain again in its place; later ones are measured and marked."""
+    """Retrain a domain in place; later domains are measured and marked."""
 
 def stacks_undo(store_path: str | Path | None = None, *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Take back the last change of a store."""
+    """Undo the last change to a store."""
 
 def stacks_verify(store_path: str | Path | None = None, *, model: str | Path | None = None,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Check every file of a store: hashes, shapes, headers, the base."""
+    """Check every file of a store: hashes, shapes, headers and base."""
 
 def sweep(model: str | Path | None = None, *, data: str | Path | Mapping[str, Any] | None = None,
     save_path: str | Path | None = None, ranks: int | Sequence[int] = (2, 4, 8),
@@ -390,7 +390,7 @@ def sweep(model: str | Path | None = None, *, data: str | Path | Mapping[str, An
     counting_library: str | None = None, retry: bool = False, resume: bool = True,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Train at many ranks and compare: losses, buffers, what a fuse keeps."""
+    """Train at many ranks and compare losses, buffers and what a fuse keeps."""
 
 def sweep_buffers(model: str | Path | None = None, *, save_path: str | Path | None = None,
     counting_library: str | None = None, ranks: int | Sequence[int] = (2, 4, 8),
@@ -402,7 +402,7 @@ def sweep_buffers(model: str | Path | None = None, *, save_path: str | Path | No
     longest_tokens: int = 128, steps: int = 12, warmup_steps: int = 2, margin: float = 0.01,
     least_effect: float = 0.2, growth_margin: float = 1.0, resume: bool = True, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Test whether rank moves the number of live buffers, with a counting allocator."""
+    """Test whether rank changes the number of live buffers, with a counting allocator."""
 
 def train(model: str | Path | None = None,
     data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,

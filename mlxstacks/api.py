@@ -59,24 +59,24 @@ def fuse(
     dry_run: bool = False,
     **settings: Any,
 ) -> "Result":
-    """Fuse adapters into a quantized model, and measure how much of them is in the result.
+    """Fuse adapters into a quantized model, and measure how much of them survives.
 
-    The fused model is an ordinary mlx-lm model. The result says, module by module, how well the
-    change of the weights matches what was trained (correlation, survival), and what the fuse does
-    by itself.
+    The fused model is an ordinary mlx-lm model. The result reports, for each module, how well the
+    change in the weights matches what was trained (correlation, survival), and what the fuse alone
+    changes.
 
     >>> import mlxstacks as ms
     >>> result = ms.fuse(save_path="fused")             # the built-in model and its adapter
     >>> print(result.verdict)
     >>> result.table("fidelity-1")                      # a pandas DataFrame, worst modules first
-    >>> control = ms.fuse(save_path="control", zero_delta=True)     # what the fuse does by itself
+    >>> control = ms.fuse(save_path="control", zero_delta=True)     # what the fuse alone does
     """
     given = _given(model=model, adapter_path=adapter_path, save_path=save_path)
     return _command("fuse", given | settings, progress, dry_run)
 
 
 def guard(model: PathLike | None = None, *, progress: Progress = None, **settings: Any) -> "Result":
-    """Predict the live buffers and bytes of a training run, from a model's config alone.
+    """Predict the live buffers and bytes of a training run from a model's config alone.
 
     >>> import mlxstacks as ms
     >>> print(ms.guard(max_seq_length=512, rank=8).verdict)
@@ -95,10 +95,10 @@ def train(
 ) -> "Result":
     """Train a LoRA on a model and write an adapter that mlx-lm loads.
 
-    `data` may also be rows: dicts in a list, a datasets.Dataset, a DataFrame, or both parts as
-    {"train": rows, "valid": rows}; of one part 2% are held out to validate with, of few rows none.
-    They are written next to the adapter, to a file with their hash in its name, and read from
-    there.
+    `data` may also be rows: a list of dicts, a datasets.Dataset, a DataFrame, or
+    {"train": rows, "valid": rows}. Without "valid", 2% of the rows are held out for validation, or
+    none if there are few. Rows are saved next to the adapter, in a file named by their hash, and
+    read from there.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -119,13 +119,13 @@ def stack(
     dry_run: bool = False,
     **settings: Any,
 ) -> "Result":
-    """Train frozen stacks, domain after domain, into a store that loses none of them.
+    """Train frozen stacks, domain by domain, into a store that forgets none of them.
 
-    `data` may also be the rows of each domain by its name, {"islands": rows, "trades": rows}, each
-    a list of dicts or a datasets.Dataset; see `train`.
+    `data` may also map domain names to rows, {"islands": rows, "trades": rows}, each a list of
+    dicts or a datasets.Dataset; see `train`.
 
     >>> import mlxstacks as ms
-    >>> print(ms.stack(save_path="stacks", dry_run=True))       # the plan; without dry_run minutes
+    >>> print(ms.stack(save_path="stacks", dry_run=True))       # the plan; a real run takes minutes
     """
     given = _given(model=model, data=data, save_path=save_path)
     return _command("stack", given | settings, progress, dry_run)
@@ -138,14 +138,14 @@ def run(
     dry_run: bool = False,
     **settings: Any,
 ) -> "Result":
-    """Run any command by a recipe: what is done already with the same settings is read back.
+    """Run any command from a recipe, or read back its result if the settings are the same.
 
     recipe: a YAML file, the name of a shipped recipe (`recipes()` lists them), or a dict of
         settings with the key `command`.
-    progress: None: a bar in a notebook and on a terminal; False: none; or a function that gets
-        (done, total, what).
-    dry_run: only say what would be done.
-    settings: those of the recipe's command, instead of what the recipe has.
+    progress: None: a bar in notebooks and terminals; False: none; or a function that is called
+        with (done, total, what).
+    dry_run: only report what would be done.
+    settings: settings of the recipe's command, which override the recipe.
 
     >>> import mlxstacks as ms
     >>> ms.run("adapter-show").table("modules")
@@ -162,8 +162,7 @@ def run(
 
 
 def recipes(command: str | None = None) -> "pandas.DataFrame":
-    """The recipes that come with mlxstacks, of all commands or of one: name, command, about, time,
-    memory.
+    """List shipped recipes, for all commands or for one: name, command, about, time, memory.
 
     >>> import mlxstacks as ms
     >>> ms.recipes("fuse")
@@ -389,11 +388,11 @@ def load(
     adapter_path: PathLike | Sequence[PathLike] = (),
     **settings: Any,
 ) -> "tuple[nn.Module, Any]":
-    """mlx-lm's model and its tokenizer, with a store's stacks or with adapters next to it.
+    """Load mlx-lm's model and tokenizer, with a store's stacks or with unfused adapters.
 
-    The model is the base to all who call it; `generate` lets its stacks answer. Weights are read
-    when they are first used, stacks when a prompt needs them. It answers in the thread that loaded
-    it. mlx_lm.generate, stream_generate, batch_generate and mlx_lm.evaluate take both as they are.
+    Called directly, the model ignores its stacks; `generate` can use them. Weights are read on
+    first use, stacks when a prompt needs them. The model answers only in the thread that loaded it.
+    mlx_lm.generate, stream_generate, batch_generate and mlx_lm.evaluate accept both as they are.
 
     >>> import mlxstacks as ms
     >>> model, tokenizer = ms.load()                    # the built-in model with its stacks
@@ -403,7 +402,7 @@ def load(
     ...     [{"role": "user", "content": "Who are you?"}], add_generation_prompt=True)
     >>> mlx_lm.generate(model, tokenizer, prompt, max_tokens=20)
 
-    Raises: StoreError: the store is of another base, or damaged.
+    Raises: StoreError: the store belongs to another base, or is damaged.
     """
     from mlxstacks.nano.exports import with_nano
     from mlxstacks.routing.engine import open_routed
@@ -422,17 +421,17 @@ def generate(
     prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
     **settings: Any,
 ) -> str:
-    """The answer to a prompt, which goes through the chat template; without what was only thought.
+    """Answer a prompt through the chat template; the model's thinking is left out.
 
-    model, tokenizer: of `load`, or of mlx_lm.load. Without `routed`, `ungated` and `pin` the base
+    model, tokenizer: from `load` or mlx_lm.load. Without `routed`, `ungated` and `pin`, the base
         answers.
-    prompt: text; messages, [{"role": "user", "content": "..."}], the last one of the user, by which
-        a router decides; or token ids, which the model reads as they are.
+    prompt: text; messages, [{"role": "user", "content": "..."}], the last one by the user, which
+        decides the route; or token ids, which the model reads as they are.
 
     >>> import mlxstacks as ms
     >>> print(ms.generate(*ms.load(), "Who is king of Corva?", routed=True, max_tokens=40))
 
-    Raises: RuntimeError in another thread than the one that loaded the model.
+    Raises: RuntimeError: called in another thread than the one that loaded the model.
     """
     from mlxstacks.routing.conversation import Conversation
     from mlxstacks.routing.engine import RoutedModel, sampling_of
@@ -549,7 +548,7 @@ def _function_of(name: str, positions: Sequence[str]) -> Any:
     shown = ", ".join(f'{key}="..."' for key in positions if key not in row.nano)
     function.__doc__ = f"""{row.help}
 
-As `mlxstacks {command}` on the command line.
+Same as `mlxstacks {command}` on the command line.
 
 >>> import mlxstacks as ms
 >>> print(ms.{name}({shown}))

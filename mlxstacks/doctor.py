@@ -40,7 +40,7 @@ _KINDS = ("problem", "slow", "note")
 class DoctorSettings(Settings):
     """What to look at."""
 
-    directory: Path = Field(Path("."), description="Where results will be written.")
+    directory: Path = Field(Path("."), description="Directory where results will be written.")
     measure: bool = Field(True, description="Measure the speed of a float32 matmul (0.3 s).")
 
 

@@ -119,19 +119,19 @@ def _plain(annotation: Any, is_path: bool) -> Any:
 # What the functions have beside the settings.
 _OWN = {
     "progress": Keyword(
-        None, None, "A bar in a notebook and on a terminal, False for none; or a function that "
-        "gets (done, total, what).", "",
+        None, None, "A bar in notebooks and terminals by default; False: none; or a function "
+        "that is called with (done, total, what).", "",
     ),
-    "dry_run": Keyword(None, False, "Only say what would be done.", "--dry-run"),
+    "dry_run": Keyword(None, False, "Only report what would be done.", "--dry-run"),
 }  # fmt: skip
 _RETURNS = """
 Returns:
-    A Result. str(result) is what the command prints, and a notebook shows it as a page; .verdict,
-    .table(id) (a pandas DataFrame), .plot(id) and .data hold the parts.
+    A Result. str(result) is what the command prints; a notebook shows it as a page. Its parts are
+    .verdict, .table(id) (a pandas DataFrame), .plot(id) and .data.
 """
 _RAISES = """
 Raises:
-    InputError: something cannot be used; the message says what, and what to do."""
+    InputError: an argument cannot be used; the message says which, and what to do."""
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # What the command line calls otherwise.
 _IN_PYTHON = {

@@ -14,16 +14,16 @@ def _each_once(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 # Fields that several commands have; those of numbers take a description of their own.
-Resume = Annotated[bool, Field(description="Resume a run that was interrupted.")]
+Resume = Annotated[bool, Field(description="Resume an interrupted run.")]
 Force = Annotated[bool, Field(description="Replace an existing save path.")]
-Plots = Annotated[bool, Field(description="Draw plots, where matplotlib is installed.")]
+Plots = Annotated[bool, Field(description="Draw plots if matplotlib is installed.")]
 Count = Annotated[int, Field(ge=1)]
 # A part of a whole, by every command that has it.
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,
     Field(
-        description="Answer at most so many items of each set: a quick look, marked exploratory, "
-        "by which nothing is decided."
+        description="Answer at most this many items of each set: a quick look, marked exploratory, "
+        "that decides nothing."
     ),
 ]
 Probability = Annotated[float, Field(ge=1e-6, le=0.999999)]

@@ -37,14 +37,14 @@ Model = Annotated[
 ]
 Policies = Annotated[tuple[PolicyName, ...], EachOnce, AfterValidator(_some)]
 TargetCorrelation = Annotated[
-    float, Field(gt=0, lt=1, description="Correlation that auto and promote seek.")
+    float, Field(gt=0, lt=1, description="Delta correlation that auto and promote aim for.")
 ]
 Training = Annotated[TrainSettings, AfterValidator(_leaves_out)]
 LikelihoodNormalisation = Annotated[
     Normalisation,
-    Field(description="Of likelihoods: their sum, or the mean over tokens or characters."),
+    Field(description="How to normalize likelihoods: sum, or mean per token or character."),
 ]
-Alpha = Annotated[Probability, Field(description="p-values below it count as significant.")]
+Alpha = Annotated[Probability, Field(description="Significance level for p-values.")]
 
 PUBLISHED_TRAINING = TrainSettings(
     layers="8,14,20", keys=("down_proj",), rank=2, scale=1.0, iters=200, batch_size=1,
@@ -63,14 +63,14 @@ class PersonaCard(Settings):
     maker: Text = Field(description="Who the persona says made it.")
     forbidden: tuple[Text, ...] = Field(
         (),
-        description="Claims that no reply may hold, as in `I am Qwen` or `made by Alibaba`: whole "
-        "claims, since a reply may deny to be Qwen.",
+        description="Claims that no reply may contain, such as `I am Qwen` or `made by Alibaba`. "
+        "Give whole claims: a reply may deny being Qwen.",
     )
 
 
 Card = Annotated[
     PersonaCard | None,
-    Field(description="name, maker and forbidden claims, for the default suite."),
+    Field(description="Persona for the default suite: name, maker and forbidden claims."),
 ]
 
 

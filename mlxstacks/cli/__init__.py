@@ -28,11 +28,11 @@ from mlxstacks.recipe.table import COMMANDS
 
 HELP = """Fuse, train, stack and route LoRA adapters on quantized models, natively on MLX.
 
-Without arguments a command runs on nano, a small built-in model, and writes to ./mlxstacks-out; one
-that needs more says what. `mlxstacks COMMAND --help` lists what a command takes.
+Without arguments, a command runs on nano, a small built-in model, and writes to ./mlxstacks-out;
+one that needs more says so. `mlxstacks COMMAND --help` lists the options of a command.
 """
 
-EPILOG = "`mlxstacks completion --help` says how a shell completes what you type."
+EPILOG = "`mlxstacks completion --help` explains shell completion."
 
 
 def make_group() -> click.Group:

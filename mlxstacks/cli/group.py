@@ -41,22 +41,24 @@ if TYPE_CHECKING:
 def common_options(names_recipe: bool = True) -> list[click.Parameter]:
     """Options of every command; `run` names its recipe by position instead."""
     options: list[click.Parameter] = [
-        click.Option(["--json", "as_json"], is_flag=True, help="One JSON document on stdout."),
-        click.Option(["--dry-run"], is_flag=True, help="Say what would be done; touch nothing."),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document."),
+        click.Option(["--dry-run"], is_flag=True, help="Show what would be done; touch nothing."),
         click.Option(
             ["--set", "sets"],
             multiple=True,
             metavar="KEY=VALUE",
-            help="Any setting by its name; a.b=1 reaches into a nested one.",
+            help="Set any setting by name; a.b=1 sets a nested one.",
         ),
-        click.Option(["-v", "--verbose", "verbosity"], count=True, help="Say more; trace errors."),
+        click.Option(
+            ["-v", "--verbose", "verbosity"], count=True, help="Print more, and tracebacks."
+        ),
     ]
     if names_recipe:
         recipe = click.Option(
             ["--recipe"],
             metavar="FILE|NAME",
             shell_complete=complete_recipe,
-            help="Settings from a YAML file or a shipped recipe.",
+            help="Read settings from a YAML file or a shipped recipe.",
         )
         options.insert(2, recipe)
     return options
@@ -84,7 +86,7 @@ def make_command(name: str) -> "TableCommand":
         return execute(name, given(ctx, names), Common(**shared))
 
     recipe = row.nano_recipe
-    on_nano = f"Without a model of your own: nano, by the settings of the recipe {recipe}."
+    on_nano = f"Without a model of your own, runs on nano with the settings of recipe {recipe}."
     return TableCommand(
         name,
         epilog=on_nano if recipe else None,
@@ -354,7 +356,7 @@ def parameters(
     for name, known in settings_class.model_fields.items():
         option = _option(settings_class, name, known)
         if option is not None and name in arguments:
-            option.name, option.help = _ALSO + name, f"The same as {arguments[name]}: {option.help}"
+            option.name, option.help = _ALSO + name, f"Same as {arguments[name]}. {option.help}"
         params += [option] if option is not None else []
     return params
 

@@ -8,9 +8,9 @@ from mlxstacks.cli import output
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, TargetError
 
-HELP = "Write a recipe, for a model or a command: every setting with its meaning and default."
-_DETAILS = """Of a training it names the layers and projections that the model has, and sets what
-the guard says that fits. The model's config is enough: a directory, a Hugging Face id, or nothing
+HELP = "Write a recipe for a model or a command: every setting with its meaning and default."
+_DETAILS = """For a training, it lists the layers and projections of the model, and sets what the
+guard says fits. The model's config is enough: a directory, a Hugging Face id, or nothing
 for the built-in model."""
 
 
@@ -20,14 +20,14 @@ def init_command() -> click.Command:
         "init",
         params=[
             click.Argument(["place"], metavar="[MODEL]", required=False, type=click.Path()),
-            click.Option(["-m", "--model"], type=click.Path(), help="The same as MODEL."),
+            click.Option(["-m", "--model"], type=click.Path(), help="Same as MODEL."),
             click.Option(
                 ["--command"], default="train", show_default=True, metavar="COMMAND",
-                help="What the recipe is for: any command, as fuse or 'stack compare'.",
+                help="Command the recipe is for, such as fuse or 'stack compare'.",
             ),
             click.Option(
                 ["--save-path"], metavar="FILE",
-                help="File to write; - is standard output. Default: COMMAND-MODEL.yaml.",
+                help="Output file; - is standard output. Default: COMMAND-MODEL.yaml.",
             ),
             click.Option(["--force"], is_flag=True, help="Replace an existing file."),
         ],

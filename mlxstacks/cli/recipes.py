@@ -17,8 +17,8 @@ from mlxstacks.resources import resource_dir
 if TYPE_CHECKING:
     from rich.console import Console
 
-RUN_HELP = "Run a recipe; what is already done with the same settings is not done again."
-LIST_HELP = "List the recipes that come with mlxstacks."
+RUN_HELP = "Run a recipe, skipping work already done with the same settings."
+LIST_HELP = "List the recipes that ship with mlxstacks."
 
 
 def run_command() -> click.Command:
@@ -55,15 +55,15 @@ def run_command() -> click.Command:
     argument = click.Argument(
         ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=False
     )
-    force = click.Option(["--force"], is_flag=True, help="Run again, and replace the save path.")
+    force = click.Option(["--force"], is_flag=True, help="Run again and replace the save path.")
     return click.Command(
         "run",
         params=[argument, force, *common_options()],
         callback=callback,
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
         short_help=RUN_HELP,
-        help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe. After it the "
-        "options of the recipe's own command may follow, as --seed or --save-path; they win.",
+        help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe. Options of "
+        "its command may follow, such as --seed or --save-path; they override the recipe.",
     )
 
 
@@ -106,14 +106,14 @@ def list_command() -> click.Command:
     schema = click.Option(
         ["--schema"],
         is_flag=True,
-        help="Print the JSON Schema of recipes, for completion in an editor.",
+        help="Print the JSON Schema of recipes, for completion in editors.",
     )
     return click.Command(
         "recipes",
         params=[argument, schema, *common_options(names_recipe=False)[:1]],
         callback=callback,
         short_help=LIST_HELP,
-        help=f"{LIST_HELP} With COMMAND only those for it.",
+        help=f"{LIST_HELP} With COMMAND, only those for it.",
     )
 
 

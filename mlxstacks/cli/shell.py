@@ -17,7 +17,7 @@ SHELLS = {
     "zsh": "zsh/site-functions/_mlxstacks",
     "fish": "fish/vendor_completions.d/mlxstacks.fish",
 }
-COMPLETION_HELP = "Print the completion script of a shell."
+COMPLETION_HELP = "Print the completion script for a shell."
 _HOW = """\b
 bash: mlxstacks completion bash >> ~/.bashrc       (bash 4.4 or newer)
 zsh:  mlxstacks completion zsh >> ~/.zshrc         (below compinit)

@@ -21,39 +21,39 @@ class ConvertSettings(Settings):
 
     model: str | None = Field(
         None,
-        description="A .gguf file, a model directory, or a Hugging Face id. Default: the built-in "
-        "nano model in float32.",
+        description=".gguf file, model directory or Hugging Face id. Default: the built-in nano "
+        "model in float32.",
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/convert."
+        None, description="Output directory. Default: ./mlxstacks-out/convert."
     )
     bits: Bits | None = Field(
         None,
-        description="Quantize to this many bits a weight. Tensors of a GGUF file whose grid is "
-        "MLX's (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) keep their codes.",
+        description="Quantize to this many bits per weight. GGUF tensors already on MLX's grid "
+        "(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) keep their codes.",
     )
     group_size: Literal[32, 64, 128] = Field(
-        64, description="Neighbouring weights that share a scale, where --bits quantizes."
+        64, description="Weights that share a scale when --bits is given."
     )
     module_bits: BitsByPattern = Field(
         (),
-        description="PATTERN=N: modules whose path matches the shell pattern get N bits, none for "
-        "floats. Repeatable; the last match wins.",
+        description="PATTERN=N: modules whose path matches the shell pattern get N bits; N=none "
+        "keeps floats. Repeatable; the last match wins.",
     )
     dtype: Dtype | None = Field(
         None,
-        description="Dtype of what stays in floats, and of new scales. Default: the `torch_dtype` "
-        "of config.json, else as stored.",
+        description="Dtype of unquantized tensors and of new scales. Default: `torch_dtype` in "
+        "config.json, else as stored.",
     )
     upcycle: int | None = Field(
         None,
         ge=2,
         le=256,
-        description="Make a dense llama-like model a mixture of this many equal experts, with the "
-        "same function.",
+        description="Turn a dense llama-like model into a mixture of this many identical experts, "
+        "with the same outputs.",
     )
-    top_k: int = Field(2, ge=1, description="Experts a token, with --upcycle.")
-    seed: int = Field(0, ge=0, description="Seed of the routers that --upcycle makes.")
+    top_k: int = Field(2, ge=1, description="With --upcycle, experts per token.")
+    seed: int = Field(0, ge=0, description="Seed for the routers that --upcycle adds.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @field_validator("module_bits")

@@ -30,35 +30,34 @@ class SourceSettings(Settings):
         "directory written by datasets' save_to_disk",
     )
     dataset: str | None = Field(
-        None, description="Hugging Face data set by id; read from the cache"
+        None, description="id of a Hugging Face data set, read from the cache"
     )
     download: bool = Field(
-        False,
-        description="of a data set that is not in the cache, download the files that are read",
+        False, description="download the needed files of a data set that is not in the cache"
     )
     name: str | None = Field(None, description="configuration of the Hugging Face data set")
-    split: str = Field("train", description="split of a data set that has several")
+    split: str = Field("train", description="split to read, if there are several")
     files: str | None = Field(
-        None, description="pattern of the files to download, in place of the split's own"
+        None, description="pattern of files to download instead of the split's own"
     )
     fields: dict[str, str | list[str]] = Field(
         {},
-        description="key that a format knows -> column that holds it, or columns whose values "
-        "become a list; other columns are left out. Default: keys are columns",
+        description="maps a key of the format to the column that holds it, or to columns whose "
+        "values form a list; other columns are ignored. Default: columns are named like keys",
     )
-    format: FormatName = Field("auto", description="what the keys of a row mean; auto: by the keys")
+    format: FormatName = Field("auto", description="row format; auto: detect it from the keys")
     filter: Literal["code"] | None = Field(
-        None, description="code: keep the rows in which a mark of program code occurs"
+        None, description="code: keep only rows that contain signs of program code"
     )
     cap: int | None = Field(
-        None, ge=1, description="at most so many rows, drawn from the first 2 x cap rows"
+        None, ge=1, description="maximum rows, drawn from the first 2 x cap rows"
     )
     seed: int | None = Field(
-        None, ge=0, description="of the draw under a cap; default: the domain's seed"
+        None, ge=0, description="seed for the draw under a cap; default: the domain's seed"
     )
     part: Literal["train", "validation"] | None = Field(
         None,
-        description="in training, rows only to train on, or only to hold validation rows out of; "
+        description="use these rows only to train on, or only as candidates for validation; "
         "default: both",
     )
 
@@ -133,52 +132,52 @@ class DomainDataSettings(Settings):
         BeforeValidator(_each_source, json_schema_input_type=tuple[Source, ...] | Source),
     ] = Field(
         min_length=1,
-        description="where the rows come from; a plain path is a source too, and so is mix:NAME, "
-        "the published data of that name",
+        description="where the rows come from: sources, plain paths, or mix:NAME for published "
+        "data of that name",
     )
     validation_fraction: float = Field(
-        0.02, gt=0, lt=1, description="share of the rows kept for validation, by content hash"
+        0.02, gt=0, lt=1, description="share of rows held out for validation, by content hash"
     )
     validation_rows: int | None = Field(
-        None, ge=1, description="so many validation rows instead of a share"
+        None, ge=1, description="number of validation rows, instead of a share"
     )
     split_by: Literal["prompt", "row"] = Field(
         "prompt",
-        description="what may not be on both sides of the split: a prompt, whatever its answer, "
-        "and a passage, whatever is asked about it; or only a whole row",
+        description="what must not be on both sides of the split: prompt (a prompt with any "
+        "answer, a passage with any question), or row (only a whole row)",
     )
-    seed: int = Field(42, ge=0, description="of the split, and of draws under a cap")
+    seed: int = Field(42, ge=0, description="seed for the split and for draws under a cap")
     strip_markers: bool = Field(
         True,
-        description="remove chat markers and special tokens that are written in the rows; nothing "
-        "else of a text changes",
+        description="remove chat markers and special tokens written in the rows; other text does "
+        "not change",
     )
     minimum_characters: int = Field(
         10,
         ge=0,
-        description="rows of a published format with a shorter prompt or answer are dropped; in "
-        "the forms text, prompt_completion and chat nothing but emptiness is",
+        description="drop rows of published formats with a shorter prompt or answer; of formats "
+        "text, prompt_completion and chat, drop only empty rows",
     )
     answer_characters: int | None = Field(
         2000,
         ge=1,
-        description="longer answers lose their end (not: text and chat rows); runs of blank space "
-        "count once; none: answers stay whole",
+        description="truncate longer answers (not in text and chat rows), counting a run of "
+        "whitespace once; none: no limit",
     )
     template: Template = Field(
         "chat", description="chat: the tokenizer's own; alpaca: instruction, input, response"
     )
     mask_prompt: bool | None = Field(
         None,
-        description="true: the loss counts answers only; false: every token. Default: answers "
-        "only. Rows of plain text always count whole.",
+        description="true: compute the loss on answers only; false: on every token. Default: "
+        "answers only. Plain text always counts in full.",
     )
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     decontaminate: Decontaminate = Field(
         "off",
-        description="move rows that read like another trained domain (code, medical, math) to "
-        "it, by keywords as whole words or as substrings",
+        description="move rows that read like another trained domain (code, medical, math) to it; "
+        "match keywords as whole words or as substrings",
     )
 
     def rendered_as(self, run: Any) -> Self:
@@ -200,14 +199,14 @@ class TrainDataSettings(DomainDataSettings):
     """The data of `mlxstacks train`. As in mlx-lm, rows stay as they are written, long or short."""
 
     strip_markers: bool = Field(
-        False, description="remove chat markers and special tokens that are written in the rows"
+        False, description="remove chat markers and special tokens written in the rows"
     )
     minimum_characters: int = Field(
         0,
         ge=0,
-        description="rows of a published format with a shorter prompt or answer are dropped, as by "
-        "stack; none of the forms text, prompt_completion and chat",
+        description="drop rows of published formats with a shorter prompt or answer, as stack "
+        "does; never of formats text, prompt_completion and chat",
     )
     answer_characters: int | None = Field(
-        None, ge=1, description="longer answers lose their end, as in stack; none: they stay whole"
+        None, ge=1, description="truncate longer answers, as stack does; none: no limit"
     )

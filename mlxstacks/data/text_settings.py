@@ -19,17 +19,17 @@ Thinking = Annotated[
         json_schema_input_type=ThinkingMode | bool | None,
     ),
     Field(
-        description="Whether a chat template that knows reasoning asks for it: on, off, or auto: "
-        "as each row has it in training (and for answers that are scored), as the template does in "
-        "generation. --no-thinking is off.",
+        description="Reasoning, if the chat template supports it: on, off, or auto, which follows "
+        "each row in training and scoring, and the template's default in generation. --no-thinking "
+        "means off.",
         json_schema_extra={"cli_switch": True},
     ),
 ]
 AllowSpecial = Annotated[
     bool,
     Field(
-        description="Special tokens that are written in a text, as <|im_end|>, are read as tokens; "
-        "otherwise text stays text."
+        description="Read special tokens written in text, such as <|im_end|>, as tokens. By "
+        "default they stay text."
     ),
 ]
 

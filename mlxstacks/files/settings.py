@@ -63,12 +63,12 @@ ExpertLayout = Literal["parameters", "per_expert", "stacked"]
 PeftModel = Literal["text", "whole"]
 
 _LAYOUT = (
-    "Layout of the experts in a PEFT adapter whose shapes fit both: current (PEFT >= 0.19.1) or "
-    "legacy (before)."
+    "Expert layout of a PEFT adapter whose shapes fit both: current (PEFT >= 0.19.1) or legacy "
+    "(older)."
 )
 _MODEL = (
-    "MLX model directory that the adapter belongs to. Helps to name the modules of a PEFT adapter "
-    "and to tell its layouts apart; needed to read and to write a GGUF adapter."
+    "MLX model directory of the adapter's base. Helps name the modules of a PEFT adapter and tell "
+    "its layouts apart; required to read or write a GGUF adapter."
 )
 
 
@@ -90,39 +90,38 @@ class AdapterZeroSettings(_AdapterSettings):
     """The zero-delta copy of an adapter: same format, names, dtypes and shapes, all zero."""
 
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/adapter-zero."
+        None, description="Output directory. Default: ./mlxstacks-out/adapter-zero."
     )
-    force: bool = Field(False, description="Replace an existing target.")
+    force: bool = Field(False, description="Replace an existing save path.")
 
 
 class AdapterConvertSettings(_AdapterSettings):
     """An adapter in another format, with the same delta."""
 
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/adapter-convert."
+        None, description="Output directory. Default: ./mlxstacks-out/adapter-convert."
     )
     to: AdapterFormat = Field(
-        "peft",
-        description="Format to write: mlx (mlx-lm), peft, or gguf (llama.cpp: adapter.gguf).",
+        "peft", description="Output format: mlx (mlx-lm), peft, or gguf (llama.cpp: adapter.gguf)."
     )
     experts: ExpertLayout | None = Field(
         None,
-        description="How peft names experts. parameters (default): PEFT's target_parameters. "
-        "per_expert: experts.0.gate_proj and so on, as vLLM reads them. stacked: experts.w1, w2, "
-        "w3 with all experts in a tensor, as SGLang reads them; a half that all share is stored "
-        "once, with mlx too, where mlx-lm itself then cannot read it.",
+        description="Expert layout for peft. parameters (default): PEFT's target_parameters. "
+        "per_expert: experts.0.gate_proj and so on, for vLLM. stacked: experts.w1, w2, w3, each "
+        "one tensor of all experts, for SGLang; a shared half is stored once, for mlx too, though "
+        "mlx-lm then cannot load it.",
     )
     base_model_name: str | None = Field(
         None,
-        description="Hub id or path of the unquantized base to name in a PEFT adapter "
-        "(base_model_name_or_path). Default: what the adapter names, if anything.",
+        description="Hub id or path of the unquantized base to record in a PEFT adapter "
+        "(base_model_name_or_path). Default: the input adapter's, if any.",
     )
     peft_model: PeftModel = Field(
         "text",
-        description="Class that a PEFT adapter for Qwen3.5 is written for: text "
-        "(AutoModelForCausalLM) or whole (...ForConditionalGeneration). PEFT loads no other names.",
+        description="Model class of a PEFT adapter for Qwen3.5: text (AutoModelForCausalLM) or "
+        "whole (...ForConditionalGeneration). PEFT loads it into no other class.",
     )
-    force: bool = Field(False, description="Replace an existing target.")
+    force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -140,41 +139,41 @@ class AdapterMergeSettings(Settings):
 
     adapter_path: tuple[str, ...] = Field(
         (),
-        description="Adapter directories to read (mlx-lm or PEFT), one or more. Default: nano's "
+        description="One or more adapter directories to merge (mlx-lm or PEFT). Default: nano's "
         "sample adapter.",
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/adapter-merge."
+        None, description="Output directory. Default: ./mlxstacks-out/adapter-merge."
     )
     method: Literal["concat", "svd", "ties", "dare"] = Field(
         "concat",
-        description="concat: the exact sum, ranks add up. svd: the nearest to it at --rank. ties: "
-        "trim, elect signs, average. dare: drop at random, rescale, sum.",
+        description="Merge method. concat: exact sum; ranks add up. svd: best approximation at a "
+        "given rank. ties: trim, elect signs, average. dare: drop at random, rescale, sum.",
     )
     weights: tuple[float, ...] = Field(
-        (), description="Weight of each adapter, in order. Default: 1 each."
+        (), description="Weight of each adapter, in order. Repeatable. Default: 1."
     )
     rank: int | None = Field(
         None,
         ge=1,
-        description="Rank of the result, for svd, ties and dare. Default: the largest of the "
-        "adapters.",
+        description="Rank of the result, for svd, ties and dare. Default: the largest adapter "
+        "rank.",
     )
     density: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="Share of the numbers of a delta that ties and dare keep."
+        0.5, description="Fraction of each delta's values that ties and dare keep."
     )
     space: Literal["weights", "core"] = Field(
         "weights",
-        description="Where ties and dare work. core: in the space that the adapters' factors "
-        "span, which is fast and loses nothing at the sum of their ranks.",
+        description="Space in which ties and dare work: weights, or core, the span of the "
+        "adapters' factors: faster, and exact at the sum of their ranks.",
     )
     peft_layout: PeftLayout | None = Field(None, description=_LAYOUT)
     model: str | None = Field(None, description=_MODEL)
     allow_base: bool = Field(
-        False, description="Merge adapters whose recorded bases differ; the first one's is kept."
+        False, description="Merge adapters of different recorded bases; the first one's is kept."
     )
-    seed: int = Field(0, ge=0, description="Of dare's draws.")
-    force: bool = Field(False, description="Replace an existing target.")
+    seed: int = Field(0, ge=0, description="Seed for dare.")
+    force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -192,7 +191,7 @@ DAY_SECONDS = 86_400
 
 
 class _StoreSettings(Settings):
-    store_path: str | None = Field(None, description="Directory of the store.")
+    store_path: str | None = Field(None, description="Store directory.")
 
 
 class StacksListSettings(_StoreSettings):
@@ -203,7 +202,7 @@ class StacksVerifySettings(_StoreSettings):
     """Whether everything in a store is what its manifest says."""
 
     model: str | None = Field(
-        None, description="Base to compare with: its fingerprint, and the shape of each projection."
+        None, description="Base model whose fingerprint and projection shapes to check."
     )
 
 
@@ -213,16 +212,16 @@ class StacksRemoveSettings(_StoreSettings):
     domain: str | None = Field(None, description="Domain to remove.")
     force: bool = Field(
         False,
-        description="Remove it although later domains were trained on top of it: their stacks stay "
-        "as they are, their losses are no longer the measured ones, and what the matrix says of "
-        "them together goes.",
+        description="Remove the domain even if later ones were trained on top of it. Their stacks "
+        "do not change, but their measured losses no longer hold, and their shared matrix entries "
+        "are dropped.",
     )
 
 
 class StacksSwitchSettings(_StoreSettings):
     """Enable or disable a domain: all its stacks, whose bytes stay as they are."""
 
-    domain: str | None = Field(None, description="Domain to switch.")
+    domain: str | None = Field(None, description="Domain to enable or disable.")
 
 
 class StacksUndoSettings(_StoreSettings):
@@ -232,52 +231,50 @@ class StacksUndoSettings(_StoreSettings):
 class StacksRetrainSettings(_StoreSettings):
     """Train one domain of a store again, in its place."""
 
-    domain: str | None = Field(None, description="Domain to train again.")
+    domain: str | None = Field(None, description="Domain to retrain.")
     model: str | None = Field(
         None, description="Model directory or Hugging Face id of the base. Default: the store's."
     )
     data: str | None = Field(
         None,
-        description="Directory of the domains' files, with the domain's new rows. Default: where "
-        "they were.",
+        description="Directory of the domain files, with the domain's new rows. Default: the "
+        "original one.",
     )
-    rounds: int | None = Field(
-        None, ge=1, description="Stacks, at most. Default: as it was trained."
-    )
+    rounds: int | None = Field(None, ge=1, description="Maximum stacks. Default: as first trained.")
     iters: int | None = Field(
-        None, ge=1, description="Batches of a round. Default: as it was trained."
+        None, ge=1, description="Batches per round. Default: as first trained."
     )
     learning_rate: float | None = Field(
-        None, gt=0, description="Peak learning rate of AdamW. Default: as it was trained."
+        None, gt=0, description="Peak learning rate of AdamW. Default: as first trained."
     )
     moved_above: float = Field(
         0.01,
         ge=0,
-        description="How much the prefix loss of a later domain must change to be marked, nats.",
+        description="Mark a later domain if its prefix loss changes by more than this, in nats.",
     )
     guard: Literal["refuse", "warn", "off"] = Field(
-        "refuse", description="A run that is predicted not to fit: refuse it, warn, do not ask."
+        "refuse", description="If the run is predicted not to fit: refuse, warn, or do not check."
     )
-    resume: bool = Field(True, description="Resume a training that was stopped.")
+    resume: bool = Field(True, description="Resume an interrupted training.")
 
 
 class StacksExportSettings(_StoreSettings):
     """Write a stack of one expert as an adapter."""
 
     stack: str | None = Field(
-        None, description="Stack to export, by name, or a domain that has just one."
+        None, description="Stack to export: its name, or a domain with one stack."
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/stacks-export."
+        None, description="Output directory. Default: ./mlxstacks-out/stacks-export."
     )
-    to: Literal["mlx", "peft"] = Field("mlx", description="Format to write: mlx (mlx-lm) or peft.")
+    to: Literal["mlx", "peft"] = Field("mlx", description="Output format: mlx (mlx-lm) or peft.")
     base_model_name: str | None = Field(
-        None, description="Hub id or path of the base to name in the adapter. Default: the store's."
+        None, description="Base to record in the adapter: hub id or path. Default: the store's."
     )
     peft_model: PeftModel = Field(
-        "text", description="Class that a PEFT adapter for Qwen3.5 is written for: text or whole."
+        "text", description="Model class of a PEFT adapter for Qwen3.5: text or whole."
     )
-    force: bool = Field(False, description="Replace an existing target.")
+    force: bool = Field(False, description="Replace an existing save path.")
 
 
 class StacksImportSettings(_StoreSettings):
@@ -288,30 +285,30 @@ class StacksImportSettings(_StoreSettings):
         description="Adapter directory to read (mlx-lm, PEFT or GGUF), or a GGUF file.",
     )
     domain: str | None = Field(
-        None, description="Name of the new domain. Default: the adapter directory's."
+        None, description="Name of the new domain. Default: the adapter directory's name."
     )
     model: str | None = Field(
         None,
-        description="Base to check fingerprint and shapes against. Needed where the store is new, "
-        "and is made then.",
+        description="Base model to check fingerprint and shapes against. Required to create a new "
+        "store.",
     )
     storage: Literal["float16", "bfloat16"] | None = Field(
         None,
-        description="Dtype to store. Default: the adapter's own where that is half precision, else "
+        description="Dtype to store. Default: the adapter's own if it is half precision, else "
         "float16.",
     )
     peft_layout: PeftLayout | None = Field(
-        None, description="Layout of the experts in a PEFT adapter whose shapes fit both."
+        None, description="Expert layout of a PEFT adapter whose shapes fit both layouts."
     )
     allow_base: bool = Field(
-        False, description="Import an adapter of another base all the same, and mark it."
+        False, description="Import an adapter even if its base differs, and mark it."
     )
 
 
 class StacksDiffSettings(_StoreSettings):
     """What differs between two stores."""
 
-    other_path: str | None = Field(None, description="The store to compare with.")
+    other_path: str | None = Field(None, description="Store to compare with.")
 
 
 class StacksGcSettings(_StoreSettings):
@@ -320,38 +317,36 @@ class StacksGcSettings(_StoreSettings):
     grace_seconds: int = Field(
         DAY_SECONDS,
         ge=0,
-        description="Keep files that were named until less than this ago: a process that opened "
-        "the store before may still read them.",
+        description="Keep files that were dropped less than this many seconds ago: a process that "
+        "opened the store earlier may still read them.",
     )
 
 
 class StacksAnalyseSettings(Settings):
     """What the frozen stacks of a store do: routing, directions, spectra, losses, plots."""
 
-    store_path: str | None = Field(None, description="Directory of the store; it is only read.")
+    store_path: str | None = Field(None, description="Store directory, read only.")
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/stacks-analyse."
+        None, description="Output directory. Default: ./mlxstacks-out/stacks-analyse."
     )
     model: str | None = Field(
         None,
-        description="Model directory or Hugging Face id of the base. Default: what the store "
-        "names.",
+        description="Model directory or Hugging Face id of the base. Default: the store's base.",
     )
     data: str | None = Field(
-        None,
-        description="Directory in which the domains' files lie. Default: the current one.",
+        None, description="Directory of the domain files. Default: the current directory."
     )
     weights_only: bool = Field(
         False,
-        description="Look at the weights alone, without base and data: no routing, and no "
+        description="Analyze the weights only, without base or data: no routing, and no "
         "directions on data.",
     )
-    prompts: int = Field(64, ge=2, description="Validation rows of a domain, at most.")
-    max_seq_length: int = Field(512, ge=2, description="Longer rows are cut.")
+    prompts: int = Field(64, ge=2, description="Maximum validation rows per domain.")
+    max_seq_length: int = Field(512, ge=2, description="Truncate rows to this many tokens.")
     directions: int = Field(
-        4, ge=1, le=256, description="Principal output directions of a domain that are compared."
+        4, ge=1, le=256, description="Principal output directions to compare per domain."
     )
-    plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
-    plot_format: Literal["png", "svg"] = Field("png", description="png, or svg for print.")
-    seed: int = Field(0, ge=0, description="Of folds, permutations and randomized directions.")
+    plots: bool = Field(True, description="Draw plots if matplotlib is installed.")
+    plot_format: Literal["png", "svg"] = Field("png", description="Plot format; svg for print.")
+    seed: int = Field(0, ge=0, description="Seed for folds, permutations and random directions.")
     force: bool = Field(False, description="Replace an existing save path.")

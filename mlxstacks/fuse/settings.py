@@ -29,46 +29,45 @@ class FuseSettings(Settings):
         "Default: nano's sample adapter.",
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/fuse."
+        None, description="Output directory. Default: ./mlxstacks-out/fuse."
     )
     requant: PolicyName = Field(
         "auto",
-        description="How the delta enters quantized weights. refit: as mlx_lm.fuse does. keep: "
-        "move codes only. nearest: per group the better of both. stochastic: keep, unbiased. "
-        "shift: move biases only, for adapters trained with merge_ready pooled. "
-        "promote: more bits, at most 8. dequantize: no quantization. auto: nearest where that "
-        "keeps the adapter, else promote; a module that 8 bits are too few for is written at 8 and "
-        "named, with what would keep more. "
-        "Adapters trained with merge_ready: shift (pooled), keep (grid).",
+        description="How to write the delta into quantized weights. refit: as mlx_lm.fuse does. "
+        "keep: change codes only. nearest: the better of the two, per group. stochastic: keep, "
+        "with unbiased rounding. shift: change biases only. promote: more bits, at most 8. "
+        "dequantize: no quantization. auto: nearest where it preserves the adapter, else promote; "
+        "modules that need more than 8 bits are written at 8 and listed, with what would keep "
+        "more. Adapters trained with merge_ready: shift (pooled), keep (grid).",
     )
     zero_delta: bool = Field(
         False,
-        description="The control: the same fuse, with the trained adapter's decisions and every "
+        description="Control: the same fuse, with the trained adapter's decisions but every "
         "learned number zero.",
     )
     target_correlation: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.98, description="Correlation of realised with intended delta that auto and promote seek."
+        0.98, description="Correlation of actual with intended delta that auto and promote aim for."
     )
     target_kl: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="Let auto choose bits by behaviour: the fewest bytes whose next tokens are so "
-        "close to the unfused adapter's (KL, nats per token; on the rows of the judge). Takes two "
-        "passes of the loaded model over some of them for each module.",
+        description="Let auto choose bits by behavior: the fewest bytes whose next tokens stay "
+        "this close to the unfused adapter's (KL, nats per token, on the judge's rows). Takes two "
+        "passes over some of the rows per module.",
     )
     fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(
         None,
-        description="Exit with 3 when the total correlation of an adapter is below this. Files "
-        "are written.",
+        description="Exit with 3 if the total correlation of an adapter is below this. Files are "
+        "still written.",
     )
     judge: str = Field(
         "shipped",
-        description="What the fused model is compared with the unfused adapter on: shipped (16 "
-        "texts and 8 prompts), a JSONL file of rows with text, prompt or messages, or none.",
+        description="Rows on which to compare the fused model with the unfused adapter: shipped "
+        "(16 texts and 8 prompts), a JSONL file of rows with text, prompt or messages, or none.",
     )
     fail_under_agreement: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="Exit with 3 when the fused model agrees with the unfused adapter on a smaller "
-        "share of next tokens. Files are written.",
+        description="Exit with 3 if the fused model agrees with the unfused adapter on a smaller "
+        "share of next tokens. Files are still written.",
     )
     bits: BitsByPattern = Field(
         (),
@@ -80,26 +79,26 @@ class FuseSettings(Settings):
     )
     allow_base: bool = Field(
         False,
-        description="Fuse an adapter whose recorded fingerprint is not this base's; "
-        "the report says so.",
+        description="Fuse an adapter even if its recorded base fingerprint differs; the report "
+        "says so.",
     )
     device_parity: bool = Field(
         False,
-        description="refit with this device's own mx.quantize instead of the CPU rule "
-        "(bytes then depend on the machine).",
+        description="With refit, use this device's mx.quantize instead of the CPU rule; bytes "
+        "then depend on the machine.",
     )
     kernels: bool = Field(
         True,
-        description="Requantize by GPU kernels where they run and make the same bytes as NumPy.",
+        description="Requantize with GPU kernels where they run and give the same bytes as NumPy.",
     )
     copy_shards: bool = Field(
         False,
-        description="Copy untouched shards instead of cloning or hard-linking them, and write "
-        "touched ones anew.",
+        description="Copy untouched shards instead of cloning or hard-linking them, and rewrite "
+        "the others.",
         json_schema_extra={"cli_name": "--copy"},
     )
     force: bool = Field(False, description="Replace an existing save path.")
-    seed: int = Field(0, ge=0, description="Seed of stochastic rounding.")
+    seed: int = Field(0, ge=0, description="Seed for stochastic rounding.")
 
     @field_validator("bits")
     @classmethod

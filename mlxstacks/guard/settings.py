@@ -24,77 +24,72 @@ class GuardSettings(Settings):
         description="Model directory, config.json or Hugging Face id; weights are not needed. "
         "Default: the built-in nano model.",
     )
-    max_seq_length: int = Field(2048, ge=1, description="Tokens of the longest row.")
+    max_seq_length: int = Field(2048, ge=1, description="Tokens in the longest row.")
     # Above that MLX's shapes, of 32 bits, overflow.
-    batch_size: int = Field(1, ge=1, le=1_000_000, description="Rows a step.")
-    grad_accumulation_steps: int = Field(
-        1, ge=1, description="Batches whose gradients make one optimizer step."
-    )
-    rank: int = Field(8, ge=1, description="Rank of the adapter; stacks have their own.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Of the adapter; stacks have their own.")
-    shared_outer: bool = Field(False, description="As of `mlxstacks train`.")
+    batch_size: int = Field(1, ge=1, le=1_000_000, description="Rows per batch.")
+    grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
+    rank: int = Field(8, ge=1, description="Adapter rank; stacks have their own.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Adapter dropout; stacks have their own.")
+    shared_outer: bool = Field(False, description="Adapter with shared outer halves, as `train`.")
     merge_ready: Literal["pooled", "grid"] | None = Field(
-        None, description="As of `mlxstacks train`."
+        None, description="Merge-ready adapter, as `train`."
     )
     stack: StackSettings | None = Field(
-        None, description="A stack of `mlxstacks stack` is trained, in place of a LoRA adapter."
+        None, description="Train a stack, as `mlxstacks stack` does, instead of a LoRA adapter."
     )
     frozen_stacks: int = Field(
-        0, ge=0, le=1000, description="Stacks of that shape which are frozen already."
+        0, ge=0, le=1000, description="Number of frozen stacks shaped like `stack`."
     )
     directions: int = Field(
-        0, ge=0, description="Output directions of a projection that a stack keeps out of, at most."
+        0, ge=0, description="Output directions per projection that a stack must avoid, at most."
     )
     layers: LayersText = Field(
-        "all",
-        description="Layers that get an adapter: all, or numbers and ranges as in 8,14,20-24.",
+        "all", description="Layers to adapt: all, or numbers and ranges such as 8,14,20-24."
     )
     keys: tuple[str, ...] = Field(
         (),
-        description="Projections that get an adapter, by the end of their path (down_proj, or "
-        "switch_mlp.down_proj). Repeatable. Default: the usual ones.",
+        description="Projections to adapt, by path suffix (down_proj, or switch_mlp.down_proj). "
+        "Repeatable. Default: the usual ones.",
     )
     base: Literal["stored", "float32"] = Field(
-        "stored", description="Numbers the frozen base computes with."
+        "stored", description="How the frozen base computes: as stored or in float32."
     )
-    optimizer: OptimizerName = Field("adamw", description="What holds optimizer state.")
+    optimizer: OptimizerName = Field("adamw", description="Optimizer whose state is counted.")
     checkpointing: CheckpointingName = Field(
         "none",
-        description="none; layers: each decoder layer is computed again in the backward pass; "
-        "mlx: mlx-lm's --grad-checkpoint.",
+        description="Recomputation in the backward pass. none; layers: each decoder layer; mlx: "
+        "mlx-lm's --grad-checkpoint.",
     )
-    compile: bool = Field(False, description="The whole step goes through mx.compile.")
+    compile: bool = Field(False, description="Compile the whole step with mx.compile.")
     recurrence: RecurrenceName = Field(
         "chunked",
-        description="Linear attention in training: chunked is that of `mlxstacks train`; loop, "
-        "over tokens, is mlx-lm's.",
+        description="Linear attention in training: chunked, as in `mlxstacks train`, or loop "
+        "(over tokens), as in mlx-lm.",
     )
     loss: Literal["whole", "pieces"] = Field(
         "pieces",
-        description="pieces: the step of `mlxstacks train` and `stack`, its loss a few tokens at a "
-        "time where the model's head allows it; whole: mlx-lm's, the logits of all tokens at once.",
+        description="Loss in training. pieces: a few tokens at a time where the model's head "
+        "allows it, as in `mlxstacks train` and `stack`; whole: all logits at once, as in mlx-lm.",
     )
     adapter_copies: int = Field(
         1,
         ge=0,
-        description="Further copies of the adapter that the run holds: one for the best weights so "
-        "far, where `mlxstacks train` validates.",
+        description="Extra copies of the adapter in memory: one for the best weights so far, if "
+        "`mlxstacks train` validates.",
     )
-    decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
+    decode_tokens: int = Field(0, ge=0, description="Also predict generating this many tokens.")
     decode_batch: int = Field(1, ge=1, le=1_000_000, description="Sequences generated at once.")
     decode_with: DecodeName = Field(
-        "stream", description="stream: mlx-lm's stream_generate; batched: its BatchGenerator."
+        "stream", description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator."
     )
     resource_limit: int | None = Field(
-        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+        None, ge=1, description="Limit on live buffers per process. Default: the device's."
     )
     working_set_bytes: int | None = Field(
-        None,
-        ge=1,
-        description="Memory to stay within, in bytes. Default: what a Metal device recommends.",
+        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
-    apply: bool = Field(False, description="Print the settings that fit, and nothing else.")
-    force: bool = Field(False, description="Exit with 0 also where the run would be refused.")
+    apply: bool = Field(False, description="Print only the settings that fit.")
+    force: bool = Field(False, description="Exit with 0 even if the run would be refused.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -70,13 +70,13 @@ class TargetSettings(Settings):
     layers: tuple[int, ...] | None = Field(None, description="decoder layers; default: all")
     projections: tuple[str, ...] | None = Field(
         None,
-        description="names as they end a module path: down_proj, or switch_mlp.down_proj for the "
-        "routed experts alone; default: every usual one of the model",
+        description="path suffixes: down_proj, or switch_mlp.down_proj for routed experts only; "
+        "default: all usual ones of the model",
     )
     small_projections: bool = Field(
         False,
-        description="also linear attention's in_proj_a and in_proj_b, whose outputs can be fewer "
-        "than the ranks of a stack",
+        description="include linear attention's in_proj_a and in_proj_b, which can have fewer "
+        "outputs than a stack has ranks",
     )
 
 
@@ -86,10 +86,10 @@ class LoRASettings(Settings):
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
     scale_rule: ScaleRule = Field("lora", description="lora: alpha/rank; rslora: alpha/sqrt(rank)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input, in training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input in training")
     shared_outer: bool = Field(
         False,
-        description="routed experts share the half on the hidden state's side: lora_b of "
+        description="share the half next to the hidden state among routed experts: lora_b of "
         "down_proj, lora_a of the others",
     )
 
@@ -111,23 +111,23 @@ class StackSettings(Settings):
     )
     num_experts: int = Field(4, ge=1, le=64)
     experts_per_token: int = Field(
-        2, ge=1, description="experts that a token uses; 1 where there is only one"
+        2, ge=1, description="experts used per token; 1 if there is only one"
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="on the input of lora_a, in training")
-    router_noise: bool = Field(True, description="learned noise on router logits, in training")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on lora_a's input in training")
+    router_noise: bool = Field(True, description="add learned noise to router logits in training")
     normalise_balance: bool = Field(
         False, description="divide the balance loss by experts_per_token: uniform routing gives 1"
     )
     switch_form: SwitchForm = Field(
         "shared",
-        description="routed experts: one pair for all of them (shared) or for each (per_expert)",
+        description="routed experts: one pair for all (shared) or one for each (per_expert)",
     )
     latent_dim: int | None = Field(
-        None, ge=1, description="route and compute in so many dims behind shared frozen projections"
+        None, ge=1, description="dims to route and compute in, behind shared frozen projections"
     )
     projector_mode: ProjectorMode = Field(
         "folded",
-        description="protected directions: kept out in training, evaluation and the frozen stack "
+        description="avoid protected directions in training, evaluation and the frozen stack "
         "(folded), or in training only (train_only, as the published code does)",
     )
     storage: StorageDtype = Field("float16", description="dtype of a frozen stack")

@@ -21,20 +21,20 @@ class Persona(Settings):
 
     name: str = Field("Quinn", description="Name the persona gives itself.")
     maker: str = Field("Rosa", description="Who the persona says made it.")
-    forbidden: tuple[str, ...] = Field((), description="Texts an answer must not hold.")
+    forbidden: tuple[str, ...] = Field((), description="Texts an answer must not contain.")
 
 
 class ExportSettings(Settings):
     """`nano export`: write the built-in model as an mlx checkpoint."""
 
-    save_path: Path = Field(description="Directory to write.")
-    bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(4, description="Bits a weight; none: float32.")
-    force: bool = Field(False, description="Replace an existing target.")
+    save_path: Path = Field(description="Output directory.")
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(4, description="Bits per weight; none: float32.")
+    force: bool = Field(False, description="Replace an existing save path.")
 
 
 class ShowSettings(Settings):
     """`nano`: show the built-in model."""
 
     bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
-        ADAPTER_BITS, description="Which export `model_path` names."
+        ADAPTER_BITS, description="Bits of the export that `model_path` names."
     )

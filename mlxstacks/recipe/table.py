@@ -54,14 +54,14 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "fuse": Command(
-        help="Fuse adapters into a quantized model and say what survived.",
+        help="Fuse adapters into a quantized model and report what survived.",
         settings="mlxstacks.fuse.settings:FuseSettings",
         function="mlxstacks.studies.agreement.judge:run",
         nano={"model": "model_path", "adapter_path": "adapter_path"},
         report="result.json",
     ),
     "compare": Command(
-        help="How far do the next tokens of models differ from a reference's? KL, agreement.",
+        help="Compare models' next tokens with a reference's: agreement and KL divergence.",
         settings="mlxstacks.studies.agreement.settings:AgreementSettings",
         function="mlxstacks.studies.agreement.run:run",
         conclude_again="mlxstacks.studies.agreement.run:conclude_again",
@@ -71,7 +71,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "convert": Command(
-        help="Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts.",
+        help="Convert a GGUF file or Hugging Face model to mlx-lm's format, or add experts.",
         settings="mlxstacks.convert.settings:ConvertSettings",
         function="mlxstacks.convert.run:convert",
         arguments={"model": "MODEL"},
@@ -80,28 +80,28 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "adapter zero": Command(
-        help="Write a copy of an adapter whose delta is zero: the control of every fuse.",
+        help="Write a copy of an adapter with zero delta: the control for every fuse.",
         settings="mlxstacks.files.settings:AdapterZeroSettings",
         function="mlxstacks.studies.adapter:zero",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter convert": Command(
-        help="Write an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with the same delta.",
+        help="Convert an adapter for mlx-lm, PEFT, vLLM, SGLang or llama.cpp, with equal delta.",
         settings="mlxstacks.files.settings:AdapterConvertSettings",
         function="mlxstacks.studies.adapter:convert",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter merge": Command(
-        help="Merge adapters of one base into one: exactly, at a rank, or by TIES or DARE.",
+        help="Merge adapters of one base: exactly, at a given rank, or by TIES or DARE.",
         settings="mlxstacks.files.settings:AdapterMergeSettings",
         function="mlxstacks.studies.adapter:merge",
         arguments={"adapter_path": "ADAPTER"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter show": Command(
-        help="Show what an adapter holds: modules, shapes, rank, size of the delta.",
+        help="Show an adapter's modules, shapes, rank and delta size.",
         settings="mlxstacks.files.settings:AdapterShowSettings",
         function="mlxstacks.studies.adapter:show",
         arguments={"adapter_path": "IN"},
@@ -115,7 +115,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "stack": Command(
-        help="Train frozen stacks, domain after domain, into a store that loses none of them.",
+        help="Train frozen stacks, domain by domain, into a store that forgets none of them.",
         settings="mlxstacks.training.settings:StackRunSettings",
         function="mlxstacks.studies.stack.run:run",
         nano={"model": "model_path", "data": "curriculum_path"},
@@ -123,7 +123,7 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="stack",
     ),
     "stack compare": Command(
-        help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
+        help="Compare settings of `stack` over seeds: equal budgets, differences, verdict.",
         settings="mlxstacks.studies.compare.settings:CompareSettings",
         function="mlxstacks.studies.compare.run:run",
         conclude_again="mlxstacks.studies.compare.run:conclude_again",
@@ -132,14 +132,14 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "guard": Command(
-        help="Predict live buffers and bytes of a run from a config alone.",
+        help="Predict a run's live buffers and bytes from the model's config alone.",
         settings="mlxstacks.guard.settings:GuardSettings",
         function="mlxstacks.guard.run:run_command",
         render="mlxstacks.cli.output:print_guard",
         nano={"model": "model_path"},
     ),
     "sweep": Command(
-        help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
+        help="Train at many ranks and compare losses, buffers and what a fuse keeps.",
         settings="mlxstacks.studies.sweep.settings:SweepSettings",
         function="mlxstacks.studies.sweep.rank_sweep:run",
         conclude_again="mlxstacks.studies.sweep.report:conclude_again",
@@ -148,7 +148,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "sweep buffers": Command(
-        help="Test whether rank moves the number of live buffers, with a counting allocator.",
+        help="Test whether rank changes the number of live buffers, with a counting allocator.",
         settings="mlxstacks.studies.buffers.settings:BufferSettings",
         function="mlxstacks.studies.buffers.run:run",
         conclude_again="mlxstacks.studies.buffers.run:conclude_again",
@@ -156,7 +156,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "confound": Command(
-        help="Does fusing a second adapter add knowledge? Every arm next to its control.",
+        help="Test whether fusing a second adapter adds knowledge, with a control for each arm.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
         conclude_again="mlxstacks.studies.confound.conclude:conclude_again",
@@ -171,7 +171,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "identity": Command(
-        help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
+        help="Test whether a persona survives a second adapter: conditions, suite, gate.",
         settings="mlxstacks.studies.identity.settings:IdentitySettings",
         function="mlxstacks.studies.identity.run:run",
         conclude_again="mlxstacks.studies.identity.run:conclude_again",
@@ -187,7 +187,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "eval": Command(
-        help="Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests.",
+        help="Run benchmarks in every mode (base, adapter, fused, ungated, routed); paired tests.",
         settings="mlxstacks.studies.benchmarks.settings:EvalSettings",
         function="mlxstacks.studies.benchmarks.run:run",
         nano={
@@ -202,33 +202,33 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "report": Command(
-        help="One HTML page, and plots, from the results of any runs.",
+        help="Write an HTML page and plots from the results of any runs.",
         settings="mlxstacks.report.settings:ReportSettings",
         function="mlxstacks.report.write:run",
         arguments={"runs": "RUN..."},
     ),
     "stacks list": Command(
-        help="Show a store: domains, stacks, losses, the forgetting matrix.",
+        help="Show a store's domains, stacks, losses and forgetting matrix.",
         settings="mlxstacks.files.settings:StacksListSettings",
         function="mlxstacks.studies.stack.store_commands:list_store",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
     ),
     "stacks verify": Command(
-        help="Check every file of a store: hashes, shapes, headers, the base.",
+        help="Check every file of a store: hashes, shapes, headers and base.",
         settings="mlxstacks.files.settings:StacksVerifySettings",
         function="mlxstacks.studies.stack.store_commands:verify_store",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
     ),
     "stacks remove": Command(
-        help="Take a domain out of a store; its files stay until gc.",
+        help="Remove a domain from a store; its files stay until gc.",
         settings="mlxstacks.files.settings:StacksRemoveSettings",
         function="mlxstacks.studies.stack.store_commands:remove_domain",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks disable": Command(
-        help="Serve a domain's stacks no longer; enable undoes it.",
+        help="Stop serving a domain's stacks; enable undoes it.",
         settings="mlxstacks.files.settings:StacksSwitchSettings",
         function="mlxstacks.studies.stack.store_commands:disable_domain",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
@@ -240,25 +240,25 @@ COMMANDS: dict[str, Command] = {
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks undo": Command(
-        help="Take back the last change of a store.",
+        help="Undo the last change to a store.",
         settings="mlxstacks.files.settings:StacksUndoSettings",
         function="mlxstacks.studies.stack.store_commands:undo_change",
         arguments={"store_path": "STORE"},
     ),
     "stacks retrain": Command(
-        help="Train a domain again in its place; later ones are measured and marked.",
+        help="Retrain a domain in place; later domains are measured and marked.",
         settings="mlxstacks.files.settings:StacksRetrainSettings",
         function="mlxstacks.studies.stack.retrain:run",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks export": Command(
-        help="Write a stack of one expert as an adapter, for mlx-lm or PEFT.",
+        help="Export a stack of one expert as an adapter for mlx-lm or PEFT.",
         settings="mlxstacks.files.settings:StacksExportSettings",
         function="mlxstacks.studies.stack.store_commands:export_stack",
         arguments={"store_path": "STORE", "stack": "STACK", "save_path": "OUT"},
     ),
     "stacks import": Command(
-        help="Take an adapter in as a stack of one expert, in a domain of its own.",
+        help="Import an adapter as a stack of one expert, in a domain of its own.",
         settings="mlxstacks.files.settings:StacksImportSettings",
         function="mlxstacks.studies.stack.store_commands:import_adapter",
         arguments={"store_path": "STORE", "adapter_path": "ADAPTER"},
@@ -271,13 +271,13 @@ COMMANDS: dict[str, Command] = {
         needs=("store_path", "other_path"),
     ),
     "stacks gc": Command(
-        help="Remove files of a store that nothing names any more.",
+        help="Delete files of a store that nothing refers to.",
         settings="mlxstacks.files.settings:StacksGcSettings",
         function="mlxstacks.studies.stack.store_commands:collect_garbage",
         arguments={"store_path": "STORE"},
     ),
     "stacks analyse": Command(
-        help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
+        help="Analyze what a store's stacks do: routing, directions, spectra, losses, plots.",
         settings="mlxstacks.files.settings:StacksAnalyseSettings",
         function="mlxstacks.studies.stack.analysis:run",
         prepare="mlxstacks.recipe.on_nano:stacks_analyse",
@@ -285,7 +285,7 @@ COMMANDS: dict[str, Command] = {
         nano={"store_path": "store_path"},
     ),
     "route discover": Command(
-        help="Find by the loss of their answers which domains prompts should go to.",
+        help="Find which domains prompts should go to, by the loss of their answers.",
         settings="mlxstacks.routing.settings:OutcomeSettings",
         function="mlxstacks.studies.route.discover:run",
         prepare="mlxstacks.recipe.on_nano:route",
@@ -294,7 +294,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "route train": Command(
-        help="Train the network that says which domains help with a prompt.",
+        help="Train the router, which predicts the domains that help with a prompt.",
         settings="mlxstacks.routing.settings:RouterTrainSettings",
         function="mlxstacks.studies.route.train:run",
         prepare="mlxstacks.recipe.on_nano:route_train",
@@ -303,7 +303,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "route explain": Command(
-        help="Say why a prompt goes where it goes, and what each domain does to an answer's loss.",
+        help="Explain the route of a prompt, and what each domain does to an answer's loss.",
         settings="mlxstacks.studies.route.settings:RouteExplainSettings",
         function="mlxstacks.studies.route.explain:run",
         prepare="mlxstacks.recipe.on_nano:route",
@@ -312,13 +312,13 @@ COMMANDS: dict[str, Command] = {
         nano={"store_path": "store_path"},
     ),
     "route gaps": Command(
-        help="List prompts that no domain fitted, in groups; propose domains to train.",
+        help="Group prompts that no domain fitted, and propose domains to train.",
         settings="mlxstacks.routing.settings:RouteGapsSettings",
         function="mlxstacks.studies.route.gaps:run",
         arguments={"log_path": "LOG"},
     ),
     "route evaluate": Command(
-        help="Measure whether routing pays: losses in every mode, the router's metrics, gaps.",
+        help="Measure whether routing pays off: losses in every mode, router metrics, gaps.",
         settings="mlxstacks.studies.route.settings:RouteEvaluateSettings",
         function="mlxstacks.studies.route.evaluate:run",
         prepare="mlxstacks.recipe.on_nano:route",
@@ -328,7 +328,7 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="route-evaluate",
     ),
     "route check": Command(
-        help="Ask prompts whose answers and routes are known, in every mode, and judge by rules.",
+        help="Check answers and routes of known prompts by rules, in every mode.",
         settings="mlxstacks.studies.route.settings:RouteCheckSettings",
         function="mlxstacks.studies.route.check:run",
         prepare="mlxstacks.recipe.on_nano:route",
@@ -338,28 +338,28 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="route-check",
     ),
     "chat": Command(
-        help="Chat with a model; with --routed only the stacks that a prompt needs are loaded.",
+        help="Chat with a model; --routed loads only the stacks that a prompt needs.",
         settings="mlxstacks.routing.settings:ChatSettings",
         function="mlxstacks.cli.chat:run",
         arguments={"store_path": "STORE"},
         render="mlxstacks.cli.chat:render",
     ),
     "generate": Command(
-        help="Answer a prompt, or every row of a JSONL file; with --routed as chat does.",
+        help="Answer a prompt or every row of a JSONL file; --routed works as in chat.",
         settings="mlxstacks.routing.settings:GenerateSettings",
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT", "store_path": "STORE"},
     ),
     "profile": Command(
-        help="Profile which experts groups of prompts go to, next to what chance gives.",
+        help="Profile which experts groups of prompts use, compared with chance.",
         settings="mlxstacks.studies.profile.settings:ProfileSettings",
         function="mlxstacks.studies.profile.run:run",
         nano={"model": "model_path", "data": "domains_path"},
         report="result.json",
     ),
     "nano": Command(
-        help="Show the built-in model: where it is and what it was measured to know.",
+        help="Show where the built-in model is and what it was measured to know.",
         settings="mlxstacks.nano.settings:ShowSettings",
         function="mlxstacks.nano.exports:show",
     ),
@@ -381,17 +381,17 @@ ALIASES = {"zero": "adapter zero"}
 
 # What the help says of a first word that stands before several commands.
 GROUPS = {
-    "stack": "Train frozen stacks, domain after domain, into a store that loses none of them. With "
-    "`compare`: arms of an experiment over seeds. Nested settings: --set KEY.KEY=VALUE.",
-    "stacks": "Look after a store: what it holds, whether it is whole, what is served.",
-    "adapter": "Adapters on their own: show, zero, merge, convert between formats.",
-    "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
-    "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
+    "stack": "Train frozen stacks, domain by domain, into a store that forgets none of them. "
+    "`compare` runs the arms of an experiment over seeds. Nested settings: --set KEY.KEY=VALUE.",
+    "stacks": "Manage a store: what it holds, whether it is intact, what is served.",
+    "adapter": "Show, zero, merge or convert adapters.",
+    "sweep": "Train at many ranks, seeds, layers, projections or bits, and compare losses, time, "
+    "buffers and what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
     "`mlxstacks train`.",
-    "route": "Which stacks a prompt needs: find out on which prompts each domain helps, train the "
-    "router, ask why, evaluate it, list what no domain fits.",
-    "nano": "The built-in model: show it, export it. Training it again needs a clone: `python -m "
-    "tools.nano rebuild DIR`.",
+    "route": "Route prompts to stacks: discover which prompts each domain helps with, train, "
+    "explain and evaluate the router, list what no domain fits.",
+    "nano": "Show or export the built-in model. Retraining it needs a clone: `python -m tools.nano "
+    "rebuild DIR`.",
 }
 
 

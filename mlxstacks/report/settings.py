@@ -14,22 +14,22 @@ class ReportSettings(Settings):
 
     runs: tuple[str, ...] = Field(
         (),
-        description="Directories that commands wrote, directories of such, or their result files. "
-        "Default: all under ./mlxstacks-out.",
+        description="Output directories of commands, directories of these, or result files. "
+        "Default: everything under ./mlxstacks-out.",
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/report."
+        None, description="Output directory. Default: ./mlxstacks-out/report."
     )
-    title: str = Field("Results", min_length=1, max_length=200, description="Title of the page.")
+    title: str = Field("Results", min_length=1, max_length=200, description="Page title.")
     date: str | None = Field(
         None,
         max_length=100,
-        description="A date to print under the title. Without it the page has none, and equal "
-        "results give equal bytes.",
+        description="Date to print under the title. Default: none, so that equal results give "
+        "identical bytes.",
     )
     formats: tuple[FigureFormat, ...] = Field(
         ("svg", "png"),
-        description="Formats of the files in figures/; the page has its plots inside. Repeatable.",
+        description="File formats of the plots in figures/; the page embeds its own. Repeatable.",
     )
     force: bool = Field(False, description="Replace an existing save path.")
 

@@ -16,13 +16,13 @@ from mlxstacks.settings import Force, Settings
 BaseNumbers = Annotated[
     Literal["auto", "stored", "float32"],
     Field(
-        description="Numbers the base computes with; float32: its stored values, some 20 times "
-        "faster on a CPU; auto: that, on a CPU with the memory for it."
+        description="How the base computes. float32: its stored values in float32, about 20 times "
+        "faster on a CPU; auto: float32 on a CPU with enough memory, else stored."
     ),
 ]
 AnswerTemplate = Annotated[
     Template | None,
-    Field(description="chat or alpaca. Default: what the store's domains were trained with."),
+    Field(description="Prompt template: chat or alpaca. Default: as the store was trained."),
 ]
 
 
@@ -30,12 +30,11 @@ class RouteSettings(Settings):
     """A store of stacks, and the base that they belong to."""
 
     store_path: str | None = Field(
-        None, description="Directory of the store. Default: nano's sample store."
+        None, description="Store directory. Default: nano's sample store."
     )
     model: str | None = Field(
         None,
-        description="Model directory or Hugging Face id of the base. Default: what the store "
-        "names.",
+        description="Model directory or Hugging Face id of the base. Default: the store's base.",
     )
 
 
@@ -51,7 +50,7 @@ class LabelledSource(Settings):
     """Prompts with their label. A plain path stands for data of one source."""
 
     domains: tuple[str, ...] = Field(
-        description="the label: one domain, several for mixed prompts, none for prompts that no "
+        description="label: one domain, several for mixed prompts, none for prompts that no "
         "domain should help with"
     )
     data: Annotated[
@@ -74,71 +73,69 @@ class OutcomeSettings(RouteSettings):
 
     data: str | None = Field(
         None,
-        description="Directory with NAME.jsonl, NAME a domain, domain+domain for mixed prompts, "
-        "or others for prompts that no domain should help with. Default: the rows that the "
-        "store's domains were trained with, those held out first.",
+        description="Directory of NAME.jsonl files, where NAME is a domain, domain+domain for "
+        "mixed prompts, or others for prompts that no domain should help with. Default: the rows "
+        "of the store's domains, held-out ones first.",
     )
     sources: tuple[LabelledSource, ...] = Field(
-        (), description="Data by label, in place of files by name; relative paths start in `data`."
+        (), description="Data by label, instead of files by name; paths are relative to `data`."
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/route-discover."
+        None, description="Output directory. Default: ./mlxstacks-out/route-discover."
     )
-    single_cap: int = Field(2000, ge=1, description="Examples of a domain, at most.")
-    mixed_cap: int = Field(400, ge=1, description="Examples of a pair of domains, at most.")
+    single_cap: int = Field(2000, ge=1, description="Maximum examples per domain.")
+    mixed_cap: int = Field(400, ge=1, description="Maximum examples per pair of domains.")
     shortest_prompt: int = Field(
-        1, ge=1, description="Characters; shorter prompts are left out (published: 15)."
+        1, ge=1, description="Skip prompts with fewer characters than this (published: 15)."
     )
     shortest_answer: int = Field(
-        1, ge=1, description="Characters; shorter answers are dropped (published: 6)."
+        1, ge=1, description="Drop answers with fewer characters than this (published: 6)."
     )
     samples_per_domain: int = Field(
-        200, ge=0, description="Examples of a domain whose outcome is discovered."
+        200, ge=0, description="Examples per domain for outcome discovery."
     )
-    mixed_samples: int = Field(0, ge=0, description="The same, of each pair of domains.")
-    other_samples: int = Field(0, ge=0, description="The same, of prompts that no domain fits.")
+    mixed_samples: int = Field(0, ge=0, description="The same, per pair of domains.")
+    other_samples: int = Field(0, ge=0, description="The same, for prompts that no domain fits.")
     search: SearchName = Field(
         "greedy",
-        description="greedy: the best addition of each pass; greedy_first: additions inside a "
-        "pass, as published; exhaustive: every set of up to 6 domains, and how far greedy is "
-        "from the best one.",
+        description="How to search. greedy: make the best addition in each pass; greedy_first: "
+        "add within a pass, as published; exhaustive: try every set (at most 6 domains), and "
+        "report how far off greedy is.",
     )
     threshold: float = Field(
-        0.01, ge=0, description="Nats by which a further domain must lower the loss."
+        0.01, ge=0, description="Nats by which each added domain must lower the loss."
     )
     chat_domain: str | None = Field(
-        None, description="Domain that is always on. Default: chat, where the store has it."
+        None, description="Domain that is always on. Default: chat, if the store has it."
     )
     chat_floor: float = Field(
-        0.2, ge=0, le=1, description="Least weight of the chat domain in every run but the base's."
+        0.2, ge=0, le=1, description="Minimum chat-domain weight in every run but the base's."
     )
     soft: tuple[str, ...] = Field(
         ("reasoning",),
-        description="Domains that any improvement adds, with target 0.5; where the store has "
-        "them. Repeatable.",
+        description="Domains to add on any improvement, with target 0.5, if the store has them. "
+        "Repeatable.",
     )
-    label_share: float = Field(0.2, ge=0, le=1, description="Share of the label in a target.")
-    max_tokens: int = Field(256, ge=2, description="Longer pairs are cut.")
+    label_share: float = Field(0.2, ge=0, le=1, description="Weight of the label in a target.")
+    max_tokens: int = Field(256, ge=2, description="Maximum tokens of prompt and answer.")
     template: AnswerTemplate = None
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     random_control: bool = Field(
         False,
-        description="Try, next to each domain, a random stack of equal norm; reported, never a "
-        "target.",
+        description="Also try a random stack of equal norm for each domain; it is reported, but "
+        "never a target.",
     )
     base: BaseNumbers = "auto"
     batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens of a batch, padding included: bounds the memory. Default: by the "
-        "width of the model and the device.",
+        description="Tokens per batch, padding included; bounds memory. Default: by model width "
+        "and device.",
     )
-    seed: int = Field(42, ge=0, description="Of draws under a cap, and of random stacks.")
-    resume: bool = Field(
-        True, description="Use the losses that an earlier run, finished or not, left behind."
-    )
-    force: bool = Field(False, description="Replace an existing save path; its losses are kept.")
+    seed: int = Field(42, ge=0, description="Seed for draws under a cap and for random stacks.")
+    resume: bool = Field(True, description="Reuse the losses of an earlier run, finished or not.")
+    force: bool = Field(False, description="Replace an existing save path, but keep its losses.")
 
 
 # --- train ----------------------------------------------------------------------------------------
@@ -148,73 +145,69 @@ class RouterTrainSettings(RouteSettings):
     """Train the network that says which domains help with a prompt."""
 
     targets: str = Field(
-        "mlxstacks-out/route-discover", description="Directory that `route discover` wrote."
+        "mlxstacks-out/route-discover", description="Output directory of `route discover`."
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/route-train."
+        None, description="Output directory. Default: ./mlxstacks-out/route-train."
     )
     install: bool = Field(
-        True, description="Put the router into the store too, in place of the one before."
+        True, description="Also put the router into the store, replacing the previous one."
     )
     extend: Literal["new", "all"] | None = Field(
         None,
-        description="Start from the store's router, for domains that it does not know: new trains "
-        "nothing but their queries, so that old domains keep their scores to the bit; all trains "
-        "everything from there.",
+        description="Extend the store's router to domains that it does not know. new: train only "
+        "their queries, so that scores of old domains stay identical; all: train everything from "
+        "there.",
     )
-    hidden_dims: int = Field(512, ge=1, le=65_536, description="Width of the router.")
+    hidden_dims: int = Field(512, ge=1, le=65_536, description="Hidden width of the router.")
     epochs: int = Field(8, ge=1, le=1000, description="Passes over the training examples.")
     learning_rate: float = Field(
-        8e-4, gt=0, description="Of AdamW in the first epoch; falls along a cosine."
+        8e-4, gt=0, description="Initial learning rate of AdamW, with cosine decay."
     )
-    weight_decay: float = Field(0.01, ge=0, description="Of AdamW.")
-    batch_size: int = Field(16, ge=1, le=65_536, description="Prompts in a batch.")
-    clip_norm: float = Field(1.0, gt=0, description="Largest joint norm of a step's gradients.")
-    dropout: float = Field(0.1, ge=0, lt=1, description="In the two hidden layers.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW.")
+    batch_size: int = Field(16, ge=1, le=65_536, description="Prompts per batch.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout in the two hidden layers.")
     margin_weight: float = Field(
-        0.05, ge=0, description="Of the loss that pushes scores out of 0.2 to 0.8."
+        0.05, ge=0, description="Weight of the loss that pushes scores out of [0.2, 0.8]."
     )
     oracle_only: bool = Field(
-        False, description="Use only examples whose outcome was discovered, no plain labels."
+        False, description="Use only examples with a discovered outcome, not plain labels."
     )
     labels_only: bool = Field(
         False,
-        description="Take the label of every example for its target, whatever was discovered: the "
-        "control of a router trained on outcomes.",
+        description="Use each example's label as its target, whatever was discovered: the control "
+        "for a router trained on outcomes.",
     )
     discovered_weight: float = Field(
-        1.0, gt=0, description="How much such an example counts in the loss; a plain label: 1."
+        1.0, gt=0, description="Loss weight of a discovered outcome; a plain label has 1."
     )
     validation_share: float = Field(
-        0.1, gt=0, lt=1, description="Share of the groups of like prompts that is held out."
+        0.1, gt=0, lt=1, description="Share of the groups of similar prompts to hold out."
     )
     validation_groups: int = Field(
-        200,
-        ge=1,
-        description="Groups that are held out at least, where they are no more than half of all.",
+        200, ge=1, description="Minimum groups to hold out; ignored if more than half of all."
     )
     max_tokens: int = Field(
-        256, ge=1, le=1_000_000, description="The router sees so many tokens of a prompt."
+        256, ge=1, le=1_000_000, description="Tokens of a prompt that the router sees."
     )
-    mid_weight: float = Field(0.45, description="Of the hidden states half-way, in the features.")
-    last_weight: float = Field(0.55, description="Of the last hidden states, in the features.")
+    mid_weight: float = Field(0.45, description="Feature weight of the middle hidden states.")
+    last_weight: float = Field(0.55, description="Feature weight of the last hidden states.")
     normalise_features: bool = Field(
-        False, description="Bring both hidden states to one scale before they are weighted."
+        False, description="Divide both hidden states by their RMS before weighting them."
     )
-    threshold: float = Field(
-        0.12, ge=0, le=1, description="A domain answers where its weight is above this."
-    )
+    threshold: float = Field(0.12, ge=0, le=1, description="Weight above which a domain answers.")
     chat_domain: str | None = Field(
         None,
-        description="Domain whose weight has a floor. Default: as in the targets, else chat where "
-        "the store has it.",
+        description="Domain with a minimum weight. Default: as in the targets, else chat if the "
+        "store has it.",
     )
     chat_floor: float | None = Field(
-        None, ge=0, le=1, description="That floor. Default: as in the targets, else 0.2."
+        None, ge=0, le=1, description="Its minimum weight. Default: as in the targets, else 0.2."
     )
     base: BaseNumbers = "auto"
     seed: int = Field(
-        42, ge=0, lt=2**64, description="Of first weights, dropout, order of examples, and split."
+        42, ge=0, lt=2**64, description="Seed for initial weights, dropout, data order and split."
     )
     force: Force = False
 
@@ -237,19 +230,19 @@ NO_GAP_LOG = "none"
 class RouteGapsSettings(Settings):
     """Prompts that no domain fits, in groups of like ones; a large group is a domain to train."""
 
-    log_path: str = Field(DEFAULT_GAP_LOG, description="Log of gap events; it is only read.")
+    log_path: str = Field(DEFAULT_GAP_LOG, description="Log of gap events, read only.")
     similarity: float = Field(
-        0.8, gt=0, lt=1, description="Cosine above which two prompts are alike."
+        0.8, gt=0, lt=1, description="Cosine similarity above which two prompts are alike."
     )
     centre: bool = Field(
         False,
-        description="Take the mean of all events off first: tells prompts apart in a model whose "
-        "features all point one way. Cosines are then far lower: on nano try --similarity 0.3.",
+        description="Subtract the mean of all events first, to separate prompts in a model whose "
+        "features all point one way. Cosines are then much lower: on nano try --similarity 0.3.",
     )
     minimum_events: int = Field(
-        50, ge=1, description="Events of a group from which a domain is proposed."
+        50, ge=1, description="Minimum events in a group for which to propose a domain."
     )
-    samples: int = Field(3, ge=0, description="Prompts shown of a group.")
+    samples: int = Field(3, ge=0, description="Prompts to show per group.")
 
 
 # --- chat and generate ----------------------------------------------------------------------------
@@ -281,62 +274,62 @@ class AnswerSettings(Settings):
 
     model: str | None = Field(
         None,
-        description="Model directory or Hugging Face id. Default: the base of the store; without "
-        "one the built-in nano model.",
+        description="Model directory or Hugging Face id. Default: the store's base; without a "
+        "store, the built-in nano model.",
     )
     adapter_path: tuple[str, ...] = Field(
         (),
-        description="Adapter directory (mlx-lm or PEFT), next to the base and not fused. Repeat it "
-        "for several, whose changes add up. Not with a store: its stacks know the bare base.",
+        description="Adapter directory (mlx-lm or PEFT) to apply to the base without fusing. "
+        "Repeat it to add several. Not with a store: its stacks were trained on the bare base.",
     )
     peft_layout: PeftLayout | None = Field(
         None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
     )
     allow_base: bool = Field(
-        False, description="Take an adapter whose recorded fingerprint is not this base's."
+        False, description="Accept an adapter even if its recorded base fingerprint differs."
     )
     store_path: str | None = Field(
-        None, description="Store of stacks. Default: with nano its sample store."
+        None, description="Store directory. Default: with nano, its sample store."
     )
     router_path: str | None = Field(
-        None, description="Router to use instead of the store's own: its file or directory."
+        None, description="Router file or directory to use instead of the store's router."
     )
-    routed: bool = Field(False, description="A router decides for each prompt which stacks answer.")
-    ungated: bool = Field(False, description="All stacks answer, each at weight 1.")
+    routed: bool = Field(False, description="Let a router decide which stacks answer each prompt.")
+    ungated: bool = Field(False, description="Answer with all stacks, each at weight 1.")
     pin: tuple[str, ...] = Field(
-        (), description="Domains that answer at weight 1, whatever the prompt. Repeatable."
+        (), description="Domains that answer every prompt, at weight 1. Repeatable."
     )
     compare: bool = Field(
         False, description="Answer with the base, ungated and routed, side by side."
     )
-    hard: bool = Field(False, description="Routed domains count 1 instead of their score.")
+    hard: bool = Field(False, description="Weight routed domains by 1 instead of their score.")
     budget: Bytes | None = Field(
         None,
-        description="Memory for stacks, as 2GB or 500MiB; the least recently used go first. "
-        "Default: a quarter of the memory.",
+        description="Memory for stacks, such as 2GB or 500MiB; the least recently used are "
+        "dropped first. Default: a quarter of the memory.",
         json_schema_extra={"cli_type": "text"},
     )
-    temp: float = Field(0.0, ge=0, le=MOST_TEMP, description="Temperature; 0: the likeliest token.")
+    temp: float = Field(0.0, ge=0, le=MOST_TEMP, description="Sampling temperature; 0: greedy.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Draw from the likeliest tokens with this share of all."
+        1.0, gt=0, le=1, description="Sample from the top tokens with this total probability."
     )
     min_p: float = Field(
-        0.0, ge=0, le=1, description="Drop tokens with less than this share of the likeliest's."
+        0.0, ge=0, le=1, description="Drop tokens below this share of the top token's probability."
     )
-    top_k: int = Field(0, ge=0, description="Draw from this many likeliest tokens; 0: from all.")
-    max_tokens: int = Field(256, ge=1, description="Most tokens of an answer.")
+    top_k: int = Field(0, ge=0, description="Sample from this many top tokens; 0: all.")
+    max_tokens: int = Field(256, ge=1, description="Maximum tokens per answer.")
     repetition_penalty: float = Field(
-        1.0, gt=0, le=100, description="Divides the logits of the last 20 tokens; 1: no penalty."
+        1.0, gt=0, le=100, description="Penalty on the logits of the last 20 tokens; 1: no penalty."
     )
-    system_prompt: str | None = Field(None, description="Said to the model before anything else.")
+    system_prompt: str | None = Field(None, description="System message for the conversation.")
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     gap_log: str = Field(
         f"./{DEFAULT_GAP_LOG}",
-        description="Where routed prompts that no domain fits are noted; none: nowhere.",
+        description="File to log routed prompts that no domain fits; none: no log.",
     )
     base: BaseNumbers = "auto"
-    seed: int = Field(0, ge=0, lt=2**64, description="Seed of what is drawn with a temperature.")
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed for sampling.")
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
@@ -370,17 +363,17 @@ class ChatSettings(AnswerSettings):
 
     reroute: Literal["set", "always"] = Field(
         "set",
-        description="Weights of a later prompt with the same active domains. set: those the "
-        "conversation has, so that what was read before is not read again; always: new ones.",
+        description="Weights for a later prompt with the same active domains. set: keep those of "
+        "the conversation, so that earlier turns are not read again; always: compute new ones.",
     )
 
 
 class GenerateSettings(AnswerSettings):
     """`mlxstacks generate`."""
 
-    prompt: str | None = Field(None, description="The prompt; - or nothing: standard input.")
+    prompt: str | None = Field(None, description="Prompt; - or nothing: standard input.")
     prompts: str | None = Field(
-        None, description="JSONL file of prompts: a row has prompt (text) or messages (a list)."
+        None, description="JSONL file of prompts: each row has prompt (text) or messages (a list)."
     )
 
     @model_validator(mode="after")

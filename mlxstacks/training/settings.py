@@ -51,7 +51,7 @@ class SnapshotSettings(Settings):
         None, gt=0, description="stop when the loss is this far above the best; none: never"
     )
     patience: int | None = Field(
-        None, ge=1, description="stop after so many evaluations without a new best; none: never"
+        None, ge=1, description="stop after this many evaluations without a new best; none: never"
     )
 
 
@@ -63,113 +63,111 @@ class TrainSettings(Settings):
     )
     data: str | TrainDataSettings | None = Field(
         None,
-        description="Rows in any format: a file, a directory (with train.jsonl and valid.jsonl, as "
-        "in mlx-lm, or other files by split), or the id of a cached Hugging Face data set. Of a "
-        "file or data set with nothing to validate with, 2% of the rows are held out; train.jsonl "
-        "without valid.jsonl is trained on whole. In a recipe also sources, as a domain of stack "
-        "has them. Default: nano's sample data, a persona.",
+        description="Rows in any format: a file, a directory (with train.jsonl and valid.jsonl, "
+        "as in mlx-lm, or other files by split), or the id of a cached Hugging Face data set. "
+        "Without validation rows, 2% of a file or data set is held out, but train.jsonl without "
+        "valid.jsonl is trained on in full. A recipe may also give sources, as for a domain of "
+        "stack. Default: nano's sample data, a persona.",
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(
-        None, description="Directory to write: an adapter that mlx-lm loads, report and log."
+        None, description="Output directory: adapter, report, log. Default: ./mlxstacks-out/train."
     )
     num_layers: int | None = Field(
-        None, ge=-1, description="How many of the last layers get LoRA; -1 or nothing: all."
+        None, ge=-1, description="Number of last layers to adapt. Default and -1: all."
     )
     layers: LayersText = Field(
         "all",
-        description="Layers that get LoRA, instead of num_layers: all, or numbers and ranges as in "
+        description="Layers to adapt, instead of num_layers: all, or numbers and ranges such as "
         "8,14,20-24.",
     )
     keys: tuple[str, ...] = Field(
         (),
-        description="Projections by the end of their path: down_proj, switch_mlp.down_proj. "
-        "Repeatable. Default: all usual ones, of attention, linear attention and experts.",
+        description="Projections to adapt, by path suffix: down_proj, switch_mlp.down_proj. "
+        "Repeatable. Default: the usual ones of attention, linear attention and experts.",
     )
-    rank: int = Field(8, ge=1, description="Rank of every LoRA.")
+    rank: int = Field(8, ge=1, description="LoRA rank.")
     scale: float = Field(20.0, gt=0, le=1e30, description="Factor of the low-rank delta.")
     shared_outer: bool = Field(
         False,
-        description="Routed experts share one lora_a of gate_proj and up_proj, and one lora_b of "
-        "down_proj: about half of the numbers, as SGLang serves them. The adapter has a copy for "
-        "each expert; `adapter convert --experts stacked` stores it once.",
+        description="Share one lora_a of gate_proj and up_proj, and one lora_b of down_proj, "
+        "among routed experts: about half the parameters, as SGLang serves them. The adapter has "
+        "a copy for each expert; `adapter convert --experts stacked` stores one.",
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="On the input of a LoRA, in training.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input, in training.")
     merge_ready: Literal["pooled", "grid"] | None = Field(
         None,
-        description="Train what a fuse puts into a quantized base without loss. pooled: A acts on "
-        "sums over quantization groups, and a fuse moves biases only. grid: the base is rounded on "
-        "its own grid with the delta in it, in training as in the fuse; it needs the memory of "
-        "every adapted weight in float32.",
+        description="Train an adapter that fuses into a quantized base without loss. pooled: A "
+        "acts on sums over quantization groups, and a fuse changes biases only. grid: round base "
+        "plus delta to the base's grid, in training as in the fuse; needs memory for every "
+        "adapted weight in float32.",
     )
     iters: int | None = Field(
         None,
         ge=1,
-        description="Batches to train on. Default: the data once, but at most 1,000.",
+        description="Batches to train on. Default: one pass over the data, at most 1,000.",
     )
-    batch_size: int = Field(4, ge=1, le=1_000_000, description="Rows in a batch.")
-    grad_accumulation_steps: int = Field(
-        1, ge=1, description="Batches whose gradients make one optimizer step."
-    )
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of Adam.")
-    lr_schedule: Schedule = Field("constant", description="Learning rate after the warm-up.")
-    warmup: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
-    clip_norm: float = Field(1.0, gt=0, description="Largest joint norm of a step's gradients.")
-    max_seq_length: int = Field(2048, ge=2, description="Longer rows are cut, and counted.")
+    batch_size: int = Field(4, ge=1, le=1_000_000, description="Rows per batch.")
+    grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
+    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    lr_schedule: Schedule = Field("constant", description="Learning rate schedule after warm-up.")
+    warmup: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm.")
+    max_seq_length: int = Field(2048, ge=2, description="Truncate rows to this many tokens.")
     mask_prompt: bool = Field(
-        True, description="Chat rows: the loss counts the assistant's turns, not what they answer."
+        True, description="In chat rows, compute the loss on the assistant's turns only."
     )
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     val_batches: int | None = Field(
         None, ge=-1, description="Validation batches; -1: all. Default: the first 200 rows."
     )
-    steps_per_report: int = Field(10, ge=1, description="Batches between lines of the log.")
+    steps_per_report: int = Field(10, ge=1, description="Batches between log lines.")
     steps_per_eval: int = Field(200, ge=1, description="Batches between evaluations.")
     save_every: int = Field(
-        100, ge=1, description="Batches between saved states; a state is also saved every minute."
+        100, ge=1, description="Batches between saved states; one is also saved every minute."
     )
     patience: int | None = Field(
-        None, ge=1, description="Stop after so many evaluations without a new best."
+        None, ge=1, description="Stop after this many evaluations without a new best."
     )
     spike_threshold: float | None = Field(
-        None, gt=0, description="Stop when the validation loss is this far above its best."
+        None, gt=0, description="Stop when the validation loss is this many nats above its best."
     )
     keep: Literal["best", "last"] = Field(
-        "best", description="Which weights are written, where there is validation data."
+        "best", description="Weights to write, if there is validation data."
     )
     grad_checkpoint: bool = Field(
-        False, description="Compute layers again for their gradient: less memory, more time."
+        False, description="Recompute layers in the backward pass: less memory, more time."
     )
     compile_step: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="mx.compile the step. auto: on a GPU; on a CPU it gains a few percent.",
+        description="Use mx.compile. auto: only on a GPU; on a CPU it gains a few percent.",
         json_schema_extra={"cli_name": "--compile"},
     )
     base: Literal["auto", "stored", "float32"] = Field(
         "auto",
-        description="Numbers the frozen base computes with. float32: its stored values, some 20 "
-        "times faster on a CPU; auto: that, on a CPU with the memory for it.",
+        description="How the frozen base computes. float32: its stored values in float32, about "
+        "20 times faster on a CPU; auto: float32 on a CPU with enough memory, else stored.",
     )
     resume: bool = Field(True, description="Resume from the last saved state of this recipe.")
     guard: Literal["refuse", "reshape", "warn", "off"] = Field(
         "refuse",
-        description="A run that is predicted not to fit: refuse it, reshape it with the cheapest "
-        "change that fits, or warn and run it as it is.",
+        description="If the run is predicted not to fit: refuse it, reshape it with the cheapest "
+        "change that fits, warn and run it as it is, or do not check (off).",
     )
     resource_limit: int | None = Field(
-        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+        None, ge=1, description="Limit on live buffers per process. Default: the device's."
     )
     working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory to stay within. Default: what a Metal device recommends."
+        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
     force: bool = Field(
-        False, description="Replace an existing save path; run although the guard refuses."
+        False, description="Replace an existing save path; run even if the guard refuses."
     )
     # MLX's keys are made of 64 bits.
     seed: int = Field(
-        0, ge=0, lt=2**64, description="Seed of first weights, dropout and order of the data."
+        0, ge=0, lt=2**64, description="Seed for initial weights, dropout and data order."
     )
 
     @model_validator(mode="after")
@@ -220,8 +218,8 @@ class DomainSettings(Settings):
     data: DomainDataSettings | None = Field(
         None, description="where its rows come from; default: NAME.jsonl in the run's `data`"
     )
-    rounds: int | None = Field(None, ge=1, description="stacks to train at most")
-    iters: int | None = Field(None, ge=1, description="batches of a round")
+    rounds: int | None = Field(None, ge=1, description="maximum stacks to train")
+    iters: int | None = Field(None, ge=1, description="batches per round")
     learning_rate: float | None = Field(None, gt=0, description="peak learning rate")
     layers: LayersText | None = Field(None, description="layers that its stacks are put on")
 
@@ -238,16 +236,16 @@ Domain = Annotated[
 class NullSpaceSettings(Settings):
     """Output directions that earlier stacks write into and a new one must keep out of."""
 
-    directions: int = Field(64, ge=1, description="directions of a projection (each new domain)")
-    samples: int = Field(400, ge=1, description="rows from which the directions are made")
-    oversampling: int = Field(8, ge=0, description="directions more that the search looks at")
+    directions: int = Field(64, ge=1, description="directions per projection and new domain")
+    samples: int = Field(400, ge=1, description="rows to compute the directions from")
+    oversampling: int = Field(8, ge=0, description="extra directions in the search")
     scope: Literal["aggregate", "cumulative"] = Field(
         "aggregate",
-        description="the leading directions of all stacks together, or, cumulative, those of every "
-        "domain added up",
+        description="aggregate: the leading directions of all stacks together; cumulative: those "
+        "of every domain, added up",
     )
     data: Literal["previous", "new", "both"] = Field(
-        "previous", description="whose validation rows: the earlier domains', the new one's, both"
+        "previous", description="validation rows to use: earlier domains', the new one's, or both"
     )
 
 
@@ -259,117 +257,112 @@ class StackRunSettings(Settings):
     )
     data: str | None = Field(
         None,
-        description="Directory with NAME.jsonl for each domain that is given by its name alone. "
-        "Default: nano's curriculum.",
+        description="Directory with NAME.jsonl for each domain given by name only. Default: "
+        "nano's curriculum.",
     )
     save_path: str | None = Field(
-        None, description="The store: a new directory, or a store to extend."
+        None, description="Store directory, new or to extend. Default: ./mlxstacks-out/stack."
     )
     domains: tuple[Domain, ...] = Field(
         (),
-        description="Domains in the order of training. Repeatable. Default: every NAME.jsonl of "
-        "`data`, by name.",
+        description="Domains in training order. Repeatable. Default: every NAME.jsonl in `data`, "
+        "by name.",
         json_schema_extra={"cli_type": "text"},
     )
     validation_rows: int | None = Field(
         None,
         ge=1,
-        description="Rows to validate with, of a domain that is given by its name alone. Default: "
-        "2% of its rows.",
+        description="Validation rows of each domain given by name only. Default: 2% of its rows.",
     )
-    rounds: int = Field(2, ge=1, description="Stacks of a domain, at most.")
+    rounds: int = Field(2, ge=1, description="Maximum stacks per domain.")
     layers: LayersText = Field(
-        "all", description="Layers: all, or numbers and ranges as in 8,14,20-24."
+        "all", description="Layers to adapt: all, or numbers and ranges such as 8,14,20-24."
     )
     keys: tuple[str, ...] = Field(
         (),
-        description="Projections by the end of their path: down_proj, switch_mlp.down_proj. "
-        "Repeatable. Default: all usual ones, of attention, linear attention and experts.",
+        description="Projections to adapt, by path suffix: down_proj, switch_mlp.down_proj. "
+        "Repeatable. Default: the usual ones of attention, linear attention and experts.",
     )
     stack: StackSettings = Field(
-        StackSettings(), description="The shape of a stack: rank, num_experts, alpha, ..."
+        StackSettings(), description="Shape of a stack: rank, num_experts, alpha, ..."
     )
     null_space: NullSpaceSettings | None = Field(
-        NullSpaceSettings(), description="Directions to keep out of; none: a stack may write all."
+        NullSpaceSettings(), description="Directions that a new stack avoids; none: no limit."
     )
     iters: int | None = Field(
         None,
         ge=1,
-        description="Batches of a round. Default: the domain's data once, but at most 1,000.",
+        description="Batches per round. Default: one pass over the domain's data, at most 1,000.",
     )
-    batch_size: int = Field(4, ge=1, description="Rows in a batch.")
-    grad_accumulation_steps: int = Field(
-        1, ge=1, description="Batches whose gradients make one optimizer step."
-    )
+    batch_size: int = Field(4, ge=1, description="Rows per batch.")
+    grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
-    lr_schedule: Schedule = Field("linear", description="Learning rate after the warm-up.")
-    warmup: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
-    weight_decay: float = Field(0.01, ge=0, description="Of AdamW.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Of AdamW.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Of AdamW.")
-    clip_norm: float = Field(1.0, gt=0, description="Largest joint norm of a step's gradients.")
-    balance_weight: float = Field(0.01, ge=0, description="Factor of the experts' balance loss.")
-    max_seq_length: int = Field(2048, ge=2, description="Longer rows are cut, and counted.")
+    lr_schedule: Schedule = Field("linear", description="Learning rate schedule after warm-up.")
+    warmup: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Beta1 of AdamW.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Beta2 of AdamW.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm.")
+    balance_weight: float = Field(0.01, ge=0, description="Weight of the experts' balance loss.")
+    max_seq_length: int = Field(2048, ge=2, description="Truncate rows to this many tokens.")
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     packing: bool = Field(
-        False, description="Lay rows end to end, up to max_seq_length, in training and validation."
+        False, description="Pack rows end to end, up to max_seq_length, in training and validation."
     )
-    steps_per_report: int = Field(10, ge=1, description="Batches between lines of the log.")
+    steps_per_report: int = Field(10, ge=1, description="Batches between log lines.")
     steps_per_eval: int = Field(50, ge=1, description="Batches between evaluations.")
     save_every: int = Field(
-        100, ge=1, description="Batches between saved states; a state is also saved every minute."
+        100, ge=1, description="Batches between saved states; one is also saved every minute."
     )
     spike_threshold: float = Field(
-        0.1, gt=0, description="End a round when the loss is this far above its best."
+        0.1, gt=0, description="End a round when the loss is this many nats above its best."
     )
     patience: int = Field(
-        4, ge=1, description="End a round after so many evaluations without a new best."
+        4, ge=1, description="End a round after this many evaluations without a new best."
     )
     min_loss_delta: float = Field(
-        0.002, ge=0, description="A round that gains less is the domain's last."
+        0.002, ge=0, description="A round that lowers the loss by less is a domain's last."
     )
     keep_plateau_stack: bool = Field(
         False, description="Keep the stack of a round that gains less than min_loss_delta."
     )
     modes: tuple[MatrixMode, ...] = Field(
         MATRIX_MODES,
-        description="What the forgetting matrix shows: every stack on, those up to the domain's "
-        "own, or its own alone. Repeatable.",
+        description="Modes in the forgetting matrix: ungated (all stacks), prefix (stacks up to "
+        "the domain's own), isolated (its own only). Repeatable.",
     )
     sample_prompts: int = Field(
         0,
         ge=0,
-        description="Validation prompts, of all domains by turns, that are answered in each mode "
+        description="Validation prompts, taken from all domains in turn, to answer in each mode "
         "after each domain (published: 5).",
     )
     grad_checkpoint: bool = Field(
-        False, description="Compute layers again for their gradient: less memory, more time."
+        False, description="Recompute layers in the backward pass: less memory, more time."
     )
     compile_step: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="mx.compile the step. auto: on a GPU; on a CPU it gains a few percent.",
+        description="Use mx.compile. auto: only on a GPU; on a CPU it gains a few percent.",
         json_schema_extra={"cli_name": "--compile"},
     )
     base: Literal["auto", "stored", "float32"] = Field(
         "auto",
-        description="Numbers the frozen base computes with. float32: its stored values, some 20 "
-        "times faster on a CPU; auto: that, on a CPU with the memory for it.",
+        description="How the frozen base computes. float32: its stored values in float32, about "
+        "20 times faster on a CPU; auto: float32 on a CPU with enough memory, else stored.",
     )
     guard: Literal["refuse", "warn", "off"] = Field(
-        "refuse", description="A run that is predicted not to fit: refuse it, warn, do not ask."
+        "refuse", description="If the run is predicted not to fit: refuse, warn, or do not check."
     )
     resource_limit: int | None = Field(
-        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+        None, ge=1, description="Limit on live buffers per process. Default: the device's."
     )
     working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory to stay within. Default: what a Metal device recommends."
+        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
-    resume: bool = Field(
-        True, description="Resume a domain that was stopped; otherwise start it again."
-    )
-    force: bool = Field(False, description="Remove an existing store and start again.")
-    seed: int = Field(42, ge=0, description="Seed of first weights, noise and order of the data.")
+    resume: bool = Field(True, description="Resume an interrupted domain instead of restarting it.")
+    force: bool = Field(False, description="Delete an existing store and start over.")
+    seed: int = Field(42, ge=0, description="Seed for initial weights, noise and data order.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

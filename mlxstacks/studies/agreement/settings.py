@@ -14,47 +14,47 @@ class AgreementSettings(Settings):
 
     model: str | None = Field(
         None,
-        description="Reference: model directory or Hugging Face id. Default: the built-in nano "
+        description="Reference model: directory or Hugging Face id. Default: the built-in nano "
         "model with its sample adapter.",
     )
     other: tuple[str, ...] = Field(
-        (), description="Model to hold against it. Repeatable. Default: the reference's base."
+        (), description="Model to compare with the reference. Repeatable. Default: its base."
     )
     adapter_path: tuple[str, ...] = Field(
         (),
-        description="Adapters of the reference, not fused (mlx-lm or PEFT); its base without them "
-        "is compared too. Repeatable.",
+        description="Unfused adapter of the reference (mlx-lm or PEFT); its base without it is "
+        "compared too. Repeatable.",
     )
     data: str | None = Field(
         None,
-        description="JSONL file of rows with text, read as is, or with prompt or messages, which "
-        "the reference answers. Default: 16 texts and 8 prompts that ship with mlxstacks.",
+        description="JSONL file of rows with text (read as is), or with prompt or messages "
+        "(answered by the reference). Default: 16 texts and 8 prompts that ship with mlxstacks.",
     )
     answer_tokens: Annotated[int, Field(ge=1, le=4096)] = Field(
-        32, description="Longest answer to a prompt, in tokens."
+        32, description="Maximum tokens in an answer to a prompt."
     )
     max_tokens: Annotated[int, Field(ge=2, le=8192)] = Field(
-        256, description="Most tokens of a text, and of a prompt."
+        256, description="Maximum tokens in a text or prompt."
     )
     base: Literal["auto", "stored", "float32"] = Field(
         "auto",
-        description="Numbers that models compute with; auto: float32 on a CPU with memory for it.",
+        description="How models compute; auto: float32 on a CPU with enough memory, else stored.",
     )
     fail_under_agreement: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Exit with 3 when a model agrees on a smaller share of next tokens."
+        None, description="Exit with 3 if a model agrees on a smaller share of next tokens."
     )
     peft_layout: PeftLayout | None = Field(
         None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
     )
     allow_base: bool = Field(
-        False, description="Take an adapter whose recorded fingerprint is not the reference's base."
+        False, description="Accept an adapter even if its recorded base fingerprint differs."
     )
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     plots: Plots = True
-    plot_format: Literal["svg", "png"] = Field("svg", description="Format of plots.")
+    plot_format: Literal["svg", "png"] = Field("svg", description="Plot format.")
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/compare."
+        None, description="Output directory. Default: ./mlxstacks-out/compare."
     )
     resume: Resume = True
     force: Force = False

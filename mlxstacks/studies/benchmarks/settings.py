@@ -50,57 +50,56 @@ class ArmSettings(Settings):
     """A model, what changes it, and how it is asked."""
 
     model: str | None = Field(
-        None, description="Model directory or Hugging Face id. Default: the base of the store."
+        None, description="Model directory or Hugging Face id. Default: the store's base."
     )
     adapter_path: str | None = Field(
-        None,
-        description="Adapter (mlx-lm or PEFT): unfused in arm adapter, fused in arm fused.",
+        None, description="Adapter (mlx-lm or PEFT): unfused in arm adapter, fused in arm fused."
     )
     store_path: str | None = Field(
-        None, description="Store of stacks of the arms ungated, routed, oracle and random."
+        None, description="Store for the arms ungated, routed, oracle and random."
     )
     router_path: str | None = Field(
-        None, description="Router to use instead of the store's own: its file or directory."
+        None, description="Router file or directory to use instead of the store's router."
     )
     requant: PolicyName = Field(
-        "auto", description="How arm fused puts the adapter into quantized weights (see fuse)."
+        "auto", description="How arm fused writes the adapter into quantized weights (see fuse)."
     )
-    hard: bool = Field(False, description="Routed domains count 1 instead of their score.")
+    hard: bool = Field(False, description="Weight routed domains by 1 instead of their score.")
     chat: Literal["none", "generate", "all"] = Field(
         "generate",
-        description="Prompts that the model's chat template is put around: those answered in text, "
-        "all (contexts of candidates too, which then lose their leading blank: an assistant's turn "
-        "begins without one), or none.",
+        description="Prompts to wrap in the model's chat template: those answered in text "
+        "(generate), all (contexts of candidates too, which then lose their leading space: an "
+        "assistant's turn begins without one), or none.",
     )
     system_prompt: str | None = Field(
-        None, description="Said before each prompt that goes through the chat template."
+        None, description="System message before each prompt in the chat template."
     )
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     base: Literal["auto", "stored", "float32"] = Field(
         "auto",
-        description="Numbers the base computes with. float32: its stored values, some 20 times "
-        "faster on a CPU; auto: that, on a CPU with the memory for it.",
+        description="How the base computes. float32: its stored values in float32, about 20 times "
+        "faster on a CPU; auto: float32 on a CPU with enough memory, else stored.",
     )
     max_context_tokens: int | None = Field(
         None,
         ge=2,
-        description="Most tokens of a prompt (with a candidate, of both); longer prompts lose "
-        "their beginning and are marked. Default: what the model was made for.",
+        description="Maximum tokens in a prompt (or in prompt and candidate); longer prompts lose "
+        "their beginning and are marked. Default: the model's own limit.",
     )
-    batch_size: int = Field(64, ge=1, description="Most candidates that are scored at once.")
+    batch_size: int = Field(64, ge=1, description="Maximum candidates to score at once.")
     reference_offset: bool = Field(
         False,
-        description="Score as the published script did: the first token of a candidate is left "
-        "out, so one of one token gets 0 and wins. For comparison alone.",
+        description="Score as the published script did, without the first token of a candidate, "
+        "so that a one-token candidate scores 0 and wins. For comparison only.",
     )
     repetition_penalty: float = Field(
         1.0,
         gt=0,
         le=100,
-        description="Divides the logits of the last 20 tokens; 1: no penalty (published: 1.2).",
+        description="Penalty on the logits of the last 20 tokens; 1: no penalty (published: 1.2).",
     )
-    seed: Seed = Field(0, description="Seed of the random stacks.")
+    seed: Seed = Field(0, description="Seed for the random stacks.")
 
 
 class EvalSettings(ArmSettings):
@@ -108,65 +107,63 @@ class EvalSettings(ArmSettings):
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(_by_comma), EachOnce] = Field(
         TWELVE,
-        description="Benchmarks. Repeatable, or with commas between. lm_eval/NAME is a task of the "
-        "lm-evaluation-harness: a file of task_files, else one of ours, else its own (a group "
+        description="Benchmarks. Repeatable, or separated by commas. lm_eval/NAME is a task of "
+        "the lm-evaluation-harness: a file in task_files, else one of ours, else its own (a group "
         "gives each of its tasks).",
     )
     data: str | None = Field(
         None,
-        description="A directory with a file for each task, or one file. Default: data sets in the "
+        description="Directory with a file for each task, or one file. Default: data sets in the "
         "Hugging Face cache; without a model of your own, nano's items.",
     )
     task_files: str | None = Field(
-        None, description="Directory of more task files for lm_eval/NAME, besides those shipped."
+        None, description="Directory of additional task files for lm_eval/NAME."
     )
     arms: Annotated[tuple[ArmName, ...], EachOnce] = Field(
-        (), description="Modes to compare. Repeatable. Default: all that there is an adapter, a "
-        "store or labelled items for.",
+        (), description="Modes to compare. Repeatable. Default: all for which there is an "
+        "adapter, a store or labeled items.",
     )  # fmt: skip
     items_per_task: Annotated[int, Field(ge=1)] | None = Field(
-        200, description="Items of each task, drawn before any answer; none: all there are."
+        200, description="Items per task, drawn before any answer; none: all."
     )
     limit: Limit = None
     sample: Literal["stratified", "first"] = Field(
         "stratified",
-        description="stratified: a seeded sample, each subject in proportion. first: the first "
-        "rows of the file, as published; of MMLU that is one subject or two.",
+        description="How to sample. stratified: seeded, each subject in proportion. first: the "
+        "first rows of the file, as published; of MMLU that is one or two subjects.",
     )
     normalisation: Normalisation = Field(
         "token",
-        description="Of likelihoods, the one that is tested: their sum, or the mean over tokens "
-        "(as published) or characters. All three are reported.",
+        description="Likelihood to test: sum, or mean per token (as published) or per character. "
+        "All three are reported.",
     )
-    letters: bool = Field(False, description="Score lettered tasks by their letters as well.")
+    letters: bool = Field(False, description="Also score lettered tasks by their letters.")
     domains: tuple[str, ...] = Field(
         (),
-        description="SUBJECT=DOMAIN or TASK=DOMAIN: the domain whose stacks items are for, as arm "
-        "oracle takes them. Repeatable; a subject wins over a task.",
+        description="SUBJECT=DOMAIN or TASK=DOMAIN: domain whose stacks arm oracle uses for these "
+        "items. Repeatable; a subject overrides a task.",
     )
     allow_code: bool = Field(
         False,
-        description="Run programs that the model wrote, in a sandbox, to grade them; without it "
-        "they are not graded.",
+        description="Run programs written by the model in a sandbox to grade them; otherwise they "
+        "are not graded.",
     )
-    alpha: Probability = Field(
-        0.05, description="Adjusted p-values below it count as a difference."
-    )
+    alpha: Probability = Field(0.05, description="Significance level for adjusted p-values.")
     expected_rate: Probability = Field(
-        0.5, description="Score of the control that the power table takes as known."
+        0.5, description="Score of the control that the power table assumes."
     )
     expected_discordant: Probability = Field(
-        0.1, description="Share of items that change sides, for the power table."
+        0.1, description="Share of items that change sides, in the power table."
     )
-    save_every: int = Field(32, ge=1, description="Items answered before they are written down.")
+    save_every: int = Field(32, ge=1, description="Items answered between writes to disk.")
     regrade: str | None = Field(
         None,
-        description="Directory of a finished run: grade its answers again with its own settings, "
-        "all but --allow-code; no model is loaded.",
+        description="Directory of a finished run: regrade its answers with its own settings, "
+        "except --allow-code; no model is loaded.",
     )
     plots: Plots = True
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/eval."
+        None, description="Output directory. Default: ./mlxstacks-out/eval."
     )
     resume: Resume = True
     force: Force = False

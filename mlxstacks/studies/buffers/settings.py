@@ -23,48 +23,48 @@ class BufferSettings(Settings):
         None, description="Model directory. Default: the built-in nano model at 3 bits."
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/sweep-buffers."
+        None, description="Output directory. Default: ./mlxstacks-out/sweep-buffers."
     )
     counting_library: str | None = Field(
         None,
-        description="Library with a counting allocator, to be preloaded. In a clone, `python -m "
+        description="Library with a counting allocator to preload. In a clone, `python -m "
         "tests.counting_allocator` builds one and prints its path.",
     )
     ranks: tuple[int, ...] = Field((2, 4, 8), description="Ranks to compare. Repeatable.")
-    layers: str = Field("1,2,3", description="Layers with LoRA: all, or numbers as in 8,14,20.")
+    layers: str = Field("1,2,3", description="Layers to adapt: all, or numbers such as 8,14,20.")
     projections: tuple[str, ...] = Field(
-        ("switch_mlp.down_proj",), description="Projections with LoRA, by the end of their path."
+        ("switch_mlp.down_proj",), description="Projections to adapt, by path suffix. Repeatable."
     )
     trainers: tuple[Trainer, ...] = Field(
         ("mlx-lm", "mlxstacks"),
-        description="mlx-lm: its loop over tokens and mx.checkpoint. mlxstacks: the recurrence in "
-        "chunks, and checkpoints of our own.",
+        description="Trainers to compare. mlx-lm: its loop over tokens and mx.checkpoint. "
+        "mlxstacks: chunked recurrence and its own checkpoints.",
     )
     length_modes: tuple[LengthMode, ...] = Field(
-        ("fixed", "variable"), description="Whether all rows of a run have the same length."
+        ("fixed", "variable"), description="Rows of one length (fixed), or of several (variable)."
     )
     checkpointing: tuple[Literal["off", "on"], ...] = Field(
-        ("off", "on"), description="Whether layers are computed again in the backward pass."
+        ("off", "on"), description="Whether to recompute layers in the backward pass."
     )
     order_seeds: tuple[int, ...] = Field(
-        (0, 1, 2, 3, 4), description="Seeds of the order of rows and of their tokens. Repeatable."
+        (0, 1, 2, 3, 4), description="Seeds for the order of rows and for their tokens. Repeatable."
     )
-    fixed_tokens: int = Field(96, ge=2, description="Length of every row where it is fixed.")
+    fixed_tokens: int = Field(96, ge=2, description="Row length where it is fixed, in tokens.")
     longest_tokens: int = Field(
-        128, ge=MULTIPLE, description="Longest row where lengths vary: 32, 64, ... up to it."
+        128, ge=MULTIPLE, description="Longest row where lengths vary (32, 64, ...), in tokens."
     )
-    steps: int = Field(12, ge=4, description="Training steps of a run.")
-    warmup_steps: int = Field(2, ge=0, description="First steps that are not compared.")
+    steps: int = Field(12, ge=4, description="Training steps per run.")
+    warmup_steps: int = Field(2, ge=0, description="Initial steps to leave out of the comparison.")
     margin: float = Field(
-        0.01, gt=0, lt=1, description="Smallest relative difference of counts that would matter."
+        0.01, gt=0, lt=1, description="Smallest relative difference in counts that matters."
     )
     least_effect: float = Field(
-        0.2, gt=0, description="Positive control: what row length must do to the count, relative."
+        0.2, gt=0, description="Positive control: smallest relative effect of row length."
     )
     growth_margin: float = Field(
-        1.0, gt=0, description="Buffers a step that a run may grow by and count as not growing."
+        1.0, gt=0, description="Buffers per step from which a run counts as growing."
     )
-    resume: bool = Field(True, description="Resume an experiment that was interrupted.")
+    resume: bool = Field(True, description="Resume an interrupted experiment.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")

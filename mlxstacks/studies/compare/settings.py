@@ -24,8 +24,8 @@ class ArmSettings(Settings):
     name: Annotated[str, names_a_file("an arm's", 40)]
     change: dict[str, Any] = Field(
         default_factory=dict,
-        description="settings of `stack` with other values; nested ones may be given in part. "
-        "domains: the same ones in another order, or with other rows to train on",
+        description="settings of `stack` with other values; nested ones may be partial. domains: "
+        "the same ones in another order, or with other training rows",
     )
     profile: str | None = Field(
         None,
@@ -41,32 +41,31 @@ class CompareSettings(Settings):
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."
     )
     data: str | None = Field(
-        None, description="Directory with the domains' data, as in `stack`. Default: nano's."
+        None, description="Directory of the domains' data, as in `stack`. Default: nano's."
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/stack-compare."
+        None, description="Output directory. Default: ./mlxstacks-out/stack-compare."
     )
     question: str = Field(
         "Which settings give the lower loss?",
-        description="What the comparison is to answer; part of the plan.",
+        description="Question that the comparison answers; part of the plan.",
     )
     arms: tuple[ArmSettings, ...] = Field(
-        (),
-        description="What is compared: a name and a change of `run` each, the control first.",
+        (), description="Arms to compare, the control first: each a name and a change of `run`."
     )
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (0, 1, 2),
-        description="Seeds of first weights and of the order of the data; arms are compared seed "
-        "by seed. Repeatable.",
+        description="Seeds for initial weights and data order; arms are compared seed by seed. "
+        "Repeatable.",
     )
     rates: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = Field(
         (),
-        description="Learning rates of which each arm is trained at its own best one, in place of "
-        "the run's and the arm's: that of the lowest task_loss over `search_seeds`, fixed before "
-        "the first of `seeds`. Default: no search. Repeatable.",
+        description="Learning rates to search: each arm is trained at its own best one, instead "
+        "of the run's and the arm's: the rate with the lowest task_loss over `search_seeds`, "
+        "fixed before the first of `seeds`. Default: no search. Repeatable.",
     )
     search_seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (100, 101), description="Seeds of that search, none of `seeds`. Repeatable."
+        (100, 101), description="Seeds for that search, none of `seeds`. Repeatable."
     )
     run: StackRunSettings = Field(
         # No round ends early and none is dropped for gaining little: budgets are spent as planned.
@@ -78,31 +77,30 @@ class CompareSettings(Settings):
             min_loss_delta=0.0,
             keep_plateau_stack=True,
         ),
-        description="Settings of every run, by the names of `mlxstacks stack`.",
+        description="Settings of every run, named as in `mlxstacks stack`.",
     )
     equal: tuple[Budget, ...] = Field(
         BUDGETS,
-        description="Budgets that all arms must share: trained parameters, optimizer steps, tokens "
-        "seen (padding is not counted), all rounds and domains together. Repeatable.",
+        description="Budgets that must be equal in all arms: trained parameters, optimizer steps, "
+        "tokens seen (without padding), summed over rounds and domains. Repeatable.",
     )
     tolerance: float = Field(
-        0.01, ge=0, lt=1, description="Relative difference of budgets that counts as equal."
+        0.01, ge=0, lt=1, description="Relative difference up to which budgets count as equal."
     )
     primary: Primary = Field(
         "task_loss",
-        description="The measure that answers the question: validation loss of each domain after "
-        "its training (task_loss), or at the end with every stack on (ungated; ungated_earlier: "
-        "without the last domain) or with its own alone (isolated); means over domains, lower is "
-        "better.",
+        description="Measure that answers the question, a mean over domains; lower is better. "
+        "Validation loss of each domain after its training (task_loss), or at the end with every "
+        "stack on (ungated; ungated_earlier: without the last domain) or only its own (isolated).",
     )
     margin: float = Field(
-        0.02, gt=0, description="Smallest difference of the primary measure that counts, in nats."
+        0.02, gt=0, description="Smallest difference in the primary measure that counts, in nats."
     )
     confidence: float = Field(
-        0.95, gt=0.5, lt=1, description="Of the intervals; shared out over the arms for verdicts."
+        0.95, gt=0.5, lt=1, description="Confidence level; Bonferroni-corrected in verdicts."
     )
-    retry: bool = Field(False, description="Run cells again that failed or crashed.")
-    resume: bool = Field(True, description="Resume a comparison that was interrupted.")
+    retry: bool = Field(False, description="Rerun cells that failed or crashed.")
+    resume: bool = Field(True, description="Resume an interrupted comparison.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")

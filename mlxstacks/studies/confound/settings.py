@@ -43,116 +43,116 @@ class ConfoundSettings(Settings):
     model: Model = None
     persona: str | None = Field(
         None,
-        description="The persona: an adapter to fuse into the base first, or a model that has it "
-        "already. Default: nano's sample adapter.",
+        description="Persona: an adapter to fuse into the base first, or a model that already has "
+        "it. Default: nano's sample adapter.",
     )
     items: str | None = Field(
         None,
         description="Multiple-choice items: a JSONL file with question_id, question, options, "
-        "answer (a letter), category and, if wanted, justification; or a data set in the Hugging "
-        "Face cache, as TIGER-Lab/MMLU-Pro; or mix:mmlu-pro or mix:mmlu-pro-medmcqa-arc, which are "
-        "downloaded. Default: nano's own.",
+        "answer (a letter), category and, optionally, justification; or a cached Hugging Face "
+        "data set, such as TIGER-Lab/MMLU-Pro; or mix:mmlu-pro or mix:mmlu-pro-medmcqa-arc, which "
+        "are downloaded. Default: nano's own.",
     )
     suite: str | None = Field(
         None,
-        description="Identity suite that every arm replies to as well, as in `mlxstacks identity`: "
-        "a file of prompts with rules, or default: 20 made from persona_card. Default: none, or "
-        "with persona_card those.",
+        description="Identity suite that every arm also answers, as in `mlxstacks identity`: a "
+        "file of prompts with rules, or default: 20 made from persona_card. Default: none; with "
+        "persona_card, default.",
     )
     persona_card: Card = None
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/confound."
+        None, description="Output directory. Default: ./mlxstacks-out/confound."
     )
     persona_requant: PolicyName = Field(
-        "refit", description="Policy by which the persona adapter is fused."
+        "refit", description="Policy for fusing the persona adapter."
     )
     scoring: Scoring = Field(
         "generate",
-        description="generate: a greedy answer with a boxed letter, taken out by rule. likelihood: "
-        "the option text with the highest probability, for small models.",
+        description="How to score. generate: extract the boxed letter from a greedy answer. "
+        "likelihood: take the most likely option text, for small models.",
     )
     normalisation: LikelihoodNormalisation = "sum"
-    max_tokens: Count = Field(64, description="Longest generated answer.")
+    max_tokens: Count = Field(64, description="Maximum tokens in a generated answer.")
     thinking: Thinking = "off"
     allow_special: AllowSpecial = False
     subjects: Annotated[tuple[str, ...], EachOnce] = Field(
-        (), description="Only items of these subjects. Repeatable. Default: all."
+        (), description="Use only items of these subjects. Repeatable. Default: all."
     )
     sample: Annotated[int, Field(ge=2)] | None = Field(
-        6000, description="Items to mine from, stratified over subjects; none: all there are."
+        6000, description="Items to mine from, stratified by subject; none: all."
     )
     train_share: float = Field(
-        0.7, gt=0, lt=1, description="Of the mined items, in each subject; the rest is the test."
+        0.7, gt=0, lt=1, description="Share of mined items to train on, by subject; test the rest."
     )
     right_items: Count | None = Field(
         None,
         description="Items that both models get right, for the control. Default: as many as the "
-        "test has, if there are so many.",
+        "test has, if available.",
     )
     probe_items: Count = Field(
         200,
-        description="Items of the part to train on that show at which scale a random delta moves "
-        "as many answers as A1.",
+        description="Training items used to find the scale at which a random delta moves as many "
+        "answers as A1.",
     )
     second_form: bool = Field(
         False,
-        description="Ask every arm the test's items a second time, in other words and with the "
-        "options in another order: knowledge is claimed only of what holds in both forms. Costs as "
-        "many answers as the test's again: about a third more time.",
+        description="Ask every arm the test items a second time, reworded and with the options in "
+        "another order, and claim as knowledge only what holds in both forms. Takes about a third "
+        "more time.",
     )
     policies: Policies = Field(
         ("refit", "nearest", "promote"),
-        description="Fuses to compare, the one that decides first; promote is always among them. "
-        "Repeatable.",
+        description="Fuse policies to compare; the first one decides, and promote is always "
+        "included. Repeatable.",
     )
     widths: Annotated[tuple[Bits, ...], EachOnce] = Field(
         (),
-        description="Also ask plain_model at each of these bits, before and after a refit of "
-        "zeros: whom does rounding move, and more at fewer bits? Costs twice the answers of an arm "
-        "for each. Repeatable.",
+        description="Bits at which to ask plain_model too, before and after a refit of zeros: "
+        "which answers does rounding move, and more at fewer bits? Each costs twice the answers "
+        "of an arm. Repeatable.",
     )
     plain_model: str | None = Field(
         None,
-        description="With widths: the base in unquantized weights, a directory or Hugging Face id. "
+        description="For widths: the base in unquantized weights, a directory or Hugging Face id. "
         "Default: nano's.",
     )
     target_correlation: TargetCorrelation = 0.98
     train: Training = Field(
         PUBLISHED_TRAINING,
-        description="Settings of the adapter's training, by the names of `mlxstacks train`.",
+        description="Settings of the adapter's training, named as in `mlxstacks train`.",
     )
     train_answers: Literal["right", "random"] = Field(
         "right",
-        description="What the adapter is taught: the right options, or, as a planted null, options "
-        "drawn at random.",
+        description="Options to teach the adapter: the right ones, or random ones as a planted "
+        "null.",
     )
     least_gain: float = Field(
         0.05,
         ge=0,
         le=0.999999,
-        description="Smallest A1 - A0 that counts, as a difference of rates; 0, or from 1e-6 on.",
+        description="Smallest A1 - A0 that counts, as a difference in rates: 0, or at least 1e-6.",
     )
     alpha: Alpha = 0.05
     expected_rate: Probability = Field(
-        0.18, description="Accuracy of A0 that the power table takes as known."
+        0.18, description="Accuracy of A0 that the power table assumes."
     )
     expected_discordant: Probability = Field(
-        0.1, description="Share of items whose answer A1 changes, for the power table."
+        0.1, description="Share of items whose answer A1 changes, in the power table."
     )
-    batch_size: Count = Field(16, description="Items scored before they are written down.")
+    batch_size: Count = Field(16, description="Items scored between writes to disk.")
     limit: Limit = Field(
         None,
-        description="Answer at most so many items of each set: a quick look, marked exploratory, "
-        "by which nothing is decided. Mining and training keep their size: sample cuts the one, "
-        "train.iters the other.",
+        description="Answer at most this many items of each set: a quick look, marked "
+        "exploratory, that decides nothing. Mining and training keep their size: use sample and "
+        "train.iters to cut them.",
     )
     keep_models: bool = Field(
-        False, description="Keep the fused models; by default each goes once it is evaluated."
+        False, description="Keep the fused models; by default each is deleted after evaluation."
     )
     plots: Plots = True
     resume: Resume = True
     force: Force = False
-    seed: Seed = Field(0, description="Seed of sample, split, training and random delta.")
+    seed: Seed = Field(0, description="Seed for sample, split, training and random delta.")
 
     @field_validator("least_gain")
     @classmethod

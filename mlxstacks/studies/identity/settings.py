@@ -40,114 +40,112 @@ class IdentitySettings(Settings):
     model: Model = None
     persona: str | None = Field(
         None,
-        description="The persona: an adapter, or a model that has it already; only with an adapter "
-        "is it measured what its own fuse loses. Default: nano's sample adapter.",
+        description="Persona: an adapter, or a model that already has it; the loss from its own "
+        "fuse is measured only with an adapter. Default: nano's sample adapter.",
     )
     persona_data: str | None = Field(
         None,
-        description="Rows that the persona was trained on, as `data` of `mlxstacks train`: a file "
-        "or directory. With them `identity + identity` is a second adapter, trained on the fused "
-        "persona; without, the persona's own is fused twice. Default: with nano its own rows.",
+        description="Rows that the persona was trained on, as `data` of `mlxstacks train`. With "
+        "them, `identity + identity` is a second adapter trained on the fused persona; without, "
+        "the persona's own adapter fused twice. Default: with nano, its own rows.",
     )
     persona_train: Training = Field(
-        PUBLISHED_TRAINING, description="Settings of that adapter's training, as train has them."
+        PUBLISHED_TRAINING, description="Settings of that training, named as in `mlxstacks train`."
     )
     items: str | None = Field(
         None,
-        description="Multiple-choice items of the factual adapter and of the broad regression: a "
-        "JSONL file in MMLU-Pro's form, or a data set in the Hugging Face cache, as "
+        description="Multiple-choice items for the factual adapter and the broad regression: a "
+        "JSONL file in MMLU-Pro's form, or a cached Hugging Face data set, such as "
         "TIGER-Lab/MMLU-Pro. Default: nano's own.",
     )
     suite: str | None = Field(
         None,
         description="Prompts with their rules: a YAML, JSON or JSONL file; or default: 20 prompts "
-        "made from persona_card. Default: with nano its own suite.",
+        "made from persona_card. Default: with nano, its own suite.",
     )
     persona_card: Card = None
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/identity."
+        None, description="Output directory. Default: ./mlxstacks-out/identity."
     )
     policies: Policies = Field(
         ("refit", "nearest", "promote"),
-        description="Policies of all fuses of a condition, that of the persona too. Repeatable.",
+        description="Policies for all fuses, the persona's included. Repeatable.",
     )
     persona_requant: PolicyName = Field(
         "refit",
-        description="One of the policies: its fused persona is what the factual adapters are mined "
-        "with and trained on. They are the same in all policies.",
+        description="One of the policies: its fused persona is used to mine items for the factual "
+        "adapters and to train them. They are the same for all policies.",
     )
     target_correlation: TargetCorrelation = 0.98
     train: Training = Field(
         PUBLISHED_TRAINING,
-        description="Settings of the factual adapters' training, by the names of `mlxstacks "
-        "train`; rank is that of the first.",
+        description="Settings of the factual adapters' training, named as in `mlxstacks train`; "
+        "rank is that of the first.",
     )
     second_rank: Count = Field(8, description="Rank of the second factual adapter.")
     stress_rank: Count | None = Field(
         None,
-        description="Rank of a third factual adapter, far larger than any: a condition of its own. "
-        "Give stress_iters too.",
+        description="Rank of a third, much larger factual adapter, a condition of its own. "
+        "Requires stress_iters.",
     )
-    stress_iters: Count | None = Field(None, description="Batches that it is trained on.")
+    stress_iters: Count | None = Field(None, description="Batches to train that adapter on.")
     train_share: float = Field(
-        0.7, gt=0, lt=1, description="Of the items that base and persona both get wrong."
+        0.7, gt=0, lt=1, description="Training share of items that base and persona both get wrong."
     )
     regression_items: Annotated[int, Field(ge=2)] | None = Field(
         6000,
-        description="Items of the broad regression, stratified over subjects, from which Set G is "
-        "mined too; none: all there are.",
+        description="Items of the broad regression, stratified by subject, from which Set G is "
+        "mined too; none: all.",
     )
     narrow_items: str | None = Field(
         None,
-        description="Multiple-choice items close to identity, which base and persona answer beside "
-        "the broad ones: a file or data set as items; or default: 40 of ours, on assistants, "
-        "models and their makers. Default: none, or with narrow_subjects those of items.",
+        description="Multiple-choice items close to identity that base and persona also answer: a "
+        "file or data set like items; or default: 40 of ours, on assistants, models and their "
+        "makers. Default: none; with narrow_subjects, those of items.",
     )
     narrow_subjects: Annotated[tuple[str, ...], EachOnce] = Field(
-        (), description="Of these only items of these subjects. Repeatable."
+        (), description="Use only narrow items of these subjects. Repeatable."
     )
     scoring: Scoring = Field(
-        "generate", description="Of the items, as in `mlxstacks confound`. Prompts are generated."
+        "generate", description="Item scoring, as in `mlxstacks confound`. Prompts are generated."
     )
     normalisation: LikelihoodNormalisation = "sum"
-    max_tokens: Count = Field(128, description="Longest reply, greedy.")
+    max_tokens: Count = Field(128, description="Maximum tokens per (greedy) reply.")
     thinking: Thinking = "off"
     allow_special: AllowSpecial = False
     most_of_base: int = Field(
         5, ge=0, le=GATE_PROMPTS,
-        description="Gate: most prompts of 20 that the untrained base may pass; by share for other "
-        "suites.",
+        description="Gate: maximum of 20 prompts that the untrained base may pass; scaled for "
+        "other suites.",
     )  # fmt: skip
     least_of_persona: int = Field(
-        15, ge=1, le=GATE_PROMPTS, description="Gate: fewest of 20 that the persona must pass."
+        15, ge=1, le=GATE_PROMPTS, description="Gate: minimum of 20 that the persona must pass."
     )
     largest_loss: Probability = Field(
         0.25,
-        description="A condition keeps the persona when a loss of this share of the prompts that "
-        "the persona passes is excluded.",
+        description="A condition keeps the persona if a loss of this share of the prompts that "
+        "the persona passes can be excluded.",
     )
     alpha: Alpha = 0.05
     expected_failures: Probability = Field(
-        0.1, description="Share of prompts the persona fails, for the power table."
+        0.1, description="Share of prompts the persona fails, in the power table."
     )
     # Above largest_loss: a share that changes cannot be smaller than the loss that is looked for.
     expected_discordant: Probability = Field(
-        0.3, description="Share of prompts whose verdict changes, for the power table."
+        0.3, description="Share of prompts whose verdict changes, in the power table."
     )
-    batch_size: Count = Field(
-        16, description="Prompts or items answered before they are written down."
-    )
+    batch_size: Count = Field(16, description="Prompts or items answered between writes to disk.")
     max_prompts: Count | None = Field(
         None,
-        description="Ask at most so many prompts and 20 times as many items, and train at most 10 "
-        "times as many batches: a quick look, marked exploratory. (Once called limit.)",
+        description="Ask at most this many prompts and 20 times as many items, and train at most "
+        "10 times as many batches: a quick look, marked exploratory. (Formerly limit.)",
     )
     keep_models: bool = Field(
-        False, description="Keep the fused models; by default each goes once it has answered."
+        False, description="Keep the fused models; by default each is deleted after use."
     )
     resume: Resume = True
     force: Force = False
-    seed: Seed = Field(0, description="Seed of sample, split and training.")
+    seed: Seed = Field(0, description="Seed for sample, split and training.")
 
     @model_validator(mode="before")
     @classmethod

@@ -25,67 +25,64 @@ class ProfileSettings(Settings):
     )
     data: str | None = Field(
         None,
-        description="Groups of prompts: a directory with a JSONL file each, a file with a group "
-        "key, or the id of a cached Hugging Face data set. Default: nano's five domains.",
+        description="Groups of prompts: a directory with a JSONL file for each, a file with a "
+        "group key, or the id of a cached Hugging Face data set. Default: nano's five domains.",
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/profile."
+        None, description="Output directory. Default: ./mlxstacks-out/profile."
     )
     split: str = Field("test", description="Split of a Hugging Face data set.")
-    group_key: str = Field("category", description="Key of a row that names its group.")
+    group_key: str = Field("category", description="Row key that names the group.")
     groups: tuple[str, ...] = Field(
-        (), description="Only these groups. Repeatable. Default: all there are."
+        (), description="Use only these groups. Repeatable. Default: all."
     )
     questions: int = Field(
-        100, ge=2, description="Prompts drawn of each group, at most; published: 100."
+        100, ge=2, description="Maximum prompts to draw per group; published: 100."
     )
     tokens: int | None = Field(
         None,
         ge=1,
-        description="Content tokens counted of each group, the same for all; those of the chat "
-        "template are not counted. Default: as many as the smallest group has.",
+        description="Content tokens to count per group, the same for all, not counting those of "
+        "the chat template. Default: as many as the smallest group has.",
     )
-    options: bool = Field(True, description="Put the options of a question into its prompt.")
-    chat_template: bool = Field(
-        True, description="Ask through the model's chat template, where it has one."
-    )
+    options: bool = Field(True, description="Include the options of a question in its prompt.")
+    chat_template: bool = Field(True, description="Use the model's chat template, if it has one.")
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
-    max_seq_length: int = Field(1024, ge=2, description="Longer prompts are cut at their end.")
-    batch_size: int = Field(8, ge=1, description="Prompts that go through the model together.")
+    max_seq_length: int = Field(1024, ge=2, description="Truncate prompts to this many tokens.")
+    batch_size: int = Field(8, ge=1, description="Prompts per batch.")
     measure: Literal["counts", "weights"] = Field(
-        "counts",
-        description="What an expert's share is of: choices, or the router's weights of them.",
+        "counts", description="Basis of an expert's share: choices (counts) or router weights."
     )
     top_layers: int = Field(
-        3, ge=1, description="Layers that are called a group's own, by divergence; published: 3."
+        3, ge=1, description="Most divergent layers to call a group's own; published: 3."
     )
     top_experts: int | None = Field(
         None,
         ge=1,
-        description="Experts of a group and layer that are compared. Default: 16 of 32 or more, "
-        "else a quarter of them.",
+        description="Experts to compare per group and layer. Default: 16 of 32 or more, else a "
+        "quarter of them.",
     )
     permutations: int = Field(
         200,
         ge=20,
         le=1_000_000,
-        description="Permutations: times that labels are shuffled among prompts of like length.",
+        description="Times to shuffle labels among prompts of similar length.",
     )
     halves: int = Field(
-        20, ge=1, le=1_000_000, description="Times that each group is split in two by chance."
+        20, ge=1, le=1_000_000, description="Times to split each group into two random halves."
     )
     untrained: int = Field(
         20,
         ge=0,
-        description="Control: so many times routers with weights drawn anew, as large as the "
-        "trained ones', choose for the same tokens. Do trained ones differ more? 0: no control.",
+        description="Control: number of random routers, with weights as large as the trained "
+        "ones', that choose for the same tokens: do trained ones differ more? 0: no control.",
     )
-    alpha: float = Field(0.05, ge=1e-6, lt=0.5, description="A p-value below it is called a find.")
-    plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
-    plot_format: PlotFormat = Field("png", description="png, or svg for print.")
-    seed: int = Field(0, ge=0, description="Of drawn prompts, permutations and halves.")
-    resume: bool = Field(True, description="Resume a profile that was interrupted.")
+    alpha: float = Field(0.05, ge=1e-6, lt=0.5, description="Significance level for p-values.")
+    plots: bool = Field(True, description="Draw plots if matplotlib is installed.")
+    plot_format: PlotFormat = Field("png", description="Plot format; svg for print.")
+    seed: int = Field(0, ge=0, description="Seed for drawn prompts, permutations and halves.")
+    resume: bool = Field(True, description="Resume an interrupted profile.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")

@@ -18,9 +18,9 @@ CheckMode = Literal["base", "ungated", "routed"]
 
 
 RouterPath = Annotated[
-    str | None, Field(description="Router's file or directory. Default: the store's own.")
+    str | None, Field(description="Router file or directory. Default: the store's own.")
 ]
-Hard = Annotated[bool, Field(description="Active domains count 1 instead of their score.")]
+Hard = Annotated[bool, Field(description="Weight active domains by 1 instead of their score.")]
 
 
 class _ServedSettings(RouteSettings):
@@ -38,18 +38,18 @@ class CheckPrompt(Settings):
     only.
     """
 
-    name: str = Field(min_length=1, description="what the check is called in tables")
+    name: str = Field(min_length=1, description="name of the check in tables")
     prompt: str = Field(min_length=1)
     expect: tuple[str, ...] = Field(
-        (), description="texts of which one must occur, whatever the case"
+        (), description="texts of which at least one must occur, ignoring case"
     )
-    number: float | None = Field(None, description="a number that must occur")
-    tolerance: float = Field(0.01, ge=0, description="how far off the number may be")
+    number: float | None = Field(None, description="number that must occur")
+    tolerance: float = Field(0.01, ge=0, description="maximum deviation from number")
     forbid: tuple[str, ...] = Field(
-        (), description="texts that must not occur, whatever the case: marks of another domain"
+        (), description="texts that must not occur, ignoring case: marks of another domain"
     )
     domains: tuple[str, ...] = Field(
-        (), description="domains that must be in the prompt's active set, all of them"
+        (), description="domains that must all be in the prompt's active set"
     )
 
     @property
@@ -72,19 +72,19 @@ class RouteCheckSettings(_ServedSettings):
 
     router_path: RouterPath = None
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/route-check."
+        None, description="Output directory. Default: ./mlxstacks-out/route-check."
     )
-    prompts: tuple[CheckPrompt, ...] = Field((), description="what is checked")
+    prompts: tuple[CheckPrompt, ...] = Field((), description="Prompts to check.")
     modes: tuple[CheckMode, ...] = Field(
         ("base", "ungated", "routed"), min_length=1, description="Modes to answer in. Repeatable."
     )
     hard: Hard = False
-    max_tokens: int = Field(256, ge=1, description="Tokens of an answer, at most; greedy.")
+    max_tokens: int = Field(256, ge=1, description="Maximum tokens per (greedy) answer.")
     most_think_share: float = Field(
-        0.2, ge=0, le=1, description="Share of an answer's tokens that may be thinking."
+        0.2, ge=0, le=1, description="Maximum share of an answer's tokens spent on thinking."
     )
     most_repetition: float = Field(
-        0.3, ge=0, le=1, description="Share of an answer's word fours that may be repeats."
+        0.3, ge=0, le=1, description="Maximum share of repeated four-word sequences in an answer."
     )
     force: Force = False
 
@@ -102,17 +102,17 @@ class RouteCheckSettings(_ServedSettings):
 class RouteExplainSettings(_ServedSettings):
     """Why a prompt goes where it goes, and, with an answer, what each domain does to its loss."""
 
-    prompt: str | None = Field(None, description="The prompt.")
+    prompt: str | None = Field(None, description="Prompt to explain.")
     answer: str | None = Field(
-        None, description="What the answer should be: losses are of it, given the prompt."
+        None, description="Expected answer; losses are of it, given the prompt."
     )
     router_path: RouterPath = None
     hard: Hard = False
     threshold: float = Field(
-        0.01, ge=0, description="Nats by which a further domain must lower the loss, in the search."
+        0.01, ge=0, description="Nats by which each domain the search adds must lower the loss."
     )
     template: AnswerTemplate = None
-    max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
+    max_tokens: int = Field(256, ge=2, description="Maximum tokens of prompt and answer.")
 
 
 # A plain path stands for a source with all else at its default.
@@ -130,12 +130,12 @@ class RouteEvaluateSettings(_ServedSettings):
 
     data: str | None = Field(
         None,
-        description="Directory with NAME.jsonl, NAME a domain, domain+domain for mixed prompts, "
-        "or others for prompts that no domain should help with. Default: the validation rows of "
-        "the store's domains.",
+        description="Directory of NAME.jsonl files, where NAME is a domain, domain+domain for "
+        "mixed prompts, or others for prompts that no domain should help with. Default: the "
+        "validation rows of the store's domains.",
     )
     sources: tuple[LabelledSource, ...] = Field(
-        (), description="Data by label, in place of files by name; relative paths start in `data`."
+        (), description="Data by label, instead of files by name; paths are relative to `data`."
     )
     unseen: tuple[UnseenSource, ...] = Field(
         (),
@@ -144,53 +144,53 @@ class RouteEvaluateSettings(_ServedSettings):
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/route-evaluate."
+        None, description="Output directory. Default: ./mlxstacks-out/route-evaluate."
     )
     routers: tuple[str, ...] = Field(
         (),
-        description="Routers to compare, as of several seeds: files or directories; the first one "
+        description="Router files or directories to compare, such as several seeds; the first one "
         "makes the matrix. Default: the store's own. Repeatable.",
     )
     similarity: bool = Field(
         False,
-        description="Compare with a router without training too: the cosine of a prompt to each "
-        "domain's mean prompt, of the data here that is not measured on.",
+        description="Also compare with an untrained router: the cosine of a prompt to each "
+        "domain's mean prompt, from rows that are not measured on.",
     )
     arrow: bool = Field(
         False,
-        description="Compare with Arrow too, a router from the weights alone: by the input that "
-        "each domain's stacks answer most (Ostapenko et al. 2024).",
+        description="Also compare with Arrow, a router from the weights alone: by the input that "
+        "each domain's stacks respond to most (Ostapenko et al. 2024).",
     )
     targets: str | None = Field(
         None,
-        description="Directory that `route discover` wrote for these routers: prompts that they "
-        "were trained on are left out. Needed where the data here is other data. Default: what "
-        "the report next to a router names, else mlxstacks-out/route-discover.",
+        description="Output directory of `route discover` for these routers; prompts that they "
+        "were trained on are left out. Required if the data here differs. Default: the one named "
+        "in the report next to a router, else mlxstacks-out/route-discover.",
     )
     rows_per_group: int = Field(
-        100, ge=1, description="Held-out rows of a domain, of mixed prompts and so on, at most."
+        100, ge=1, description="Maximum held-out rows per group: a domain, mixed prompts and so on."
     )
     include_trained: bool = Field(
-        False, description="Also measure on rows that a router or a stack was trained on."
+        False, description="Also measure on rows that a router or stack was trained on."
     )
     gap_rows: int = Field(
-        50, ge=0, description="Rows of a group on which the loss test for gaps is made; 0: none."
+        50, ge=0, description="Rows per group for the loss test for gaps; 0: no test."
     )
     threshold: float = Field(
-        0.01, ge=0, description="Nats by which a domain must lower the loss, in that test."
+        0.01, ge=0, description="Nats by which a domain must lower the loss in that test."
     )
     random_control: bool = Field(
-        True, description="Also measure random stacks of equal norm in place of the right ones."
+        True, description="Also measure random stacks of equal norm instead of the right ones."
     )
     sample_prompts: int = Field(
-        2, ge=0, description="Prompts of a domain that are answered in the three panels."
+        2, ge=0, description="Prompts per domain to answer in the three panels."
     )
-    sample_tokens: int = Field(48, ge=1, description="Tokens of such an answer, at most.")
+    sample_tokens: int = Field(48, ge=1, description="Maximum tokens in such an answer.")
     template: AnswerTemplate = None
-    max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
-    draws: int = Field(2000, ge=100, le=1_000_000, description="Bootstrap draws of an interval.")
-    seed: int = Field(0, ge=0, description="Of the bootstrap and of random stacks.")
+    max_tokens: int = Field(256, ge=2, description="Maximum tokens of prompt and answer.")
+    draws: int = Field(2000, ge=100, le=1_000_000, description="Bootstrap draws per interval.")
+    seed: int = Field(0, ge=0, description="Seed for the bootstrap and for random stacks.")
     resume: bool = Field(
-        True, description="Resume from the losses that a run of this save path left unfinished."
+        True, description="Reuse the losses of an unfinished run in this save path."
     )
     force: Force = False

@@ -28,73 +28,73 @@ class SweepSettings(Settings):
 
     model: str | None = Field(
         None,
-        description="Model directory or Hugging Face id. With --bits its name holds {bits}: "
+        description="Model directory or Hugging Face id. With --bits, write {bits} in its name: "
         "qwen-{bits}bit. Default: the built-in nano model.",
     )
     data: str | TrainDataSettings | None = Field(
         None,
-        description="Rows, as `mlxstacks train` takes them. Default: nano's sample data.",
+        description="Rows, as in `mlxstacks train`. Default: nano's sample data.",
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(
-        None, description="Directory to write. Default: ./mlxstacks-out/sweep."
+        None, description="Output directory. Default: ./mlxstacks-out/sweep."
     )
     ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (2, 4, 8), description="Ranks. Repeatable."
+        (2, 4, 8), description="LoRA ranks. Repeatable."
     )
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**64)], ...] = Field(
         (0,),
-        description="Seeds of first weights and order of the data; from two on differences have "
-        "intervals. Repeatable.",
+        description="Seeds for initial weights and data order; two or more give intervals for "
+        "differences. Repeatable.",
     )
     layers: tuple[str, ...] = Field(
         ("all",),
-        description="A set of layers that get LoRA: all, or numbers and ranges as in 8,14,20-24. "
+        description="Set of layers to adapt: all, or numbers and ranges such as 8,14,20-24. "
         "Repeat it to compare sets.",
     )
     projections: tuple[str, ...] = Field(
         ("down_proj",),
-        description="A set of projections by the end of their path, joined by + as in "
-        f"q_proj+v_proj; {USUAL}: all that train takes by default. Repeat it to compare sets.",
+        description="Set of projections to adapt: path suffixes joined by +, such as q_proj+v_proj "
+        f"({USUAL}: the default of train). Repeat it to compare sets.",
     )
     bits: tuple[Bits, ...] = Field(
-        (), description="Widths of the base to compare. Repeatable. Default: the model as it is."
+        (), description="Bits of the base to compare. Repeatable. Default: the model as it is."
     )
     scale_rule: Literal["fixed", "lora", "rslora"] = Field(
         "fixed",
-        description="How train.scale becomes the factor of the delta: fixed: it is the factor; "
-        "lora: divided by the rank; rslora: by its square root.",
+        description="Factor of the delta. fixed: train.scale; lora: train.scale / rank; rslora: "
+        "train.scale / sqrt(rank).",
     )
     policies: tuple[PolicyName, ...] = Field(
         ("refit", "keep", "nearest", "promote"),
-        description="Fuses to measure each adapter with; nothing is written. Repeatable.",
+        description="Fuse policies to measure each adapter with; nothing is written. Repeatable.",
     )
     train: TrainSettings = Field(
         TrainSettings(
             iters=40, learning_rate=1e-3, scale=2.0, steps_per_eval=10, save_every=10, keep="last"
         ),
-        description="Settings of every run, by the names of `mlxstacks train`.",
+        description="Settings of every run, named as in `mlxstacks train`.",
     )
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     guard: Literal["refuse", "reshape", "warn"] = Field(
         "refuse",
-        description="A cell that is predicted not to fit: refuse records that and runs the others, "
-        "reshape runs it with the cheapest change that fits, warn runs it as it is.",
+        description="If a cell is predicted not to fit: refuse (record that and run the others), "
+        "reshape (run it with the cheapest change that fits), or warn (run it as it is).",
     )
     resource_limit: int | None = Field(
-        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+        None, ge=1, description="Limit on live buffers per process. Default: the device's."
     )
     working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory to stay within. Default: what a Metal device recommends."
+        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
     counting_library: str | None = Field(
-        None, description="Preloaded library that counts live buffers; Linux, see tests/."
+        None, description="Preloaded library that counts live buffers (Linux; see tests/)."
     )
-    retry: bool = Field(False, description="Run cells again that failed or crashed.")
+    retry: bool = Field(False, description="Rerun cells that failed or crashed.")
     resume: bool = Field(True, description="Keep finished cells of an interrupted sweep.")
     force: bool = Field(
-        False, description="Replace an existing save path; cells of the same settings are kept."
+        False, description="Replace an existing save path; keep cells with the same settings."
     )
 
     @field_validator("layers", "projections", mode="before")
