@@ -30,9 +30,9 @@ class GuardSettings(Settings):
     grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
     rank: int = Field(8, ge=1, description="Adapter rank; stacks have their own.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Adapter dropout; stacks have their own.")
-    shared_outer: bool = Field(False, description="Adapter with shared outer halves, as `train`.")
+    shared_outer: bool = Field(False, description="Shared outer halves, as in `mlxstacks train`.")
     merge_ready: Literal["pooled", "grid"] | None = Field(
-        None, description="Merge-ready adapter, as `train`."
+        None, description="Merge-ready adapter, as in `mlxstacks train`."
     )
     stack: StackSettings | None = Field(
         None, description="Train a stack, as `mlxstacks stack` does, instead of a LoRA adapter."

@@ -35,7 +35,7 @@ def test_a_training_is_planned_from_the_config_alone(config_only: Path, command:
     assert (code, err) == (0, "")
     assert "mlxstacks run train-my-model.yaml --dry-run" in out
     text = Path("train-my-model.yaml").read_text()
-    assert "# Guard:    the buffers fit: " in text
+    assert "# Guard:    fits: " in text
     assert "self_attn.q_proj: layers 2,5\n" in text
     assert "#rank: 8\n" in text
     assert 'model: "my-model"' in text or "model: my-model" in text
