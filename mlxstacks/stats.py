@@ -58,8 +58,8 @@ def share_note(n: int, what: str = "items") -> str:
     Raises: ValueError: n < 1.
     """
     widest = wilson_interval(n // 2, n)
-    half = 50 * (widest.high - widest.low)
-    return f"shares are of n = {n:,} {what}; 95% intervals are at most +-{half:.1f} points"
+    width = 100 * (widest.high - widest.low)
+    return f"shares are of n = {n:,} {what}; 95% intervals are at most {width:.1f} points wide"
 
 
 @dataclass(frozen=True, slots=True)

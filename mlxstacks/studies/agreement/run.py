@@ -49,6 +49,7 @@ JUDGE = Path(base_model.__file__).parent / "assets" / "judge.jsonl"
 BASE = "without the adapter"
 REFERENCE = "reference.safetensors"
 _RESAMPLES_SEED = 0
+_LEAST_PASSAGES = 5  # of fewer, resampling says next to nothing
 Figures = dict[str, Any]
 
 
@@ -241,7 +242,7 @@ def figures_of(agreement: Agreement) -> dict[str, Figures]:
     """Figures over all passages ("all") and over each kind ("answer", "text").
 
     kl_nats, agreement, loss_change_nats: means over positions, with intervals over resampled
-    passages; kl_p99_nats: of positions.
+    passages, None where there are too few to resample; kl_p99_nats: of positions.
     """
     positions, kind = agreement.passages.T
     owner, kinds = np.repeat(np.arange(len(positions)), positions), np.repeat(kind, positions)
@@ -258,12 +259,15 @@ def figures_of(agreement: Agreement) -> dict[str, Figures]:
             ("loss_change_nats", agreement.loss_change),
         ):
             sums = np.bincount(owner[chosen], values[chosen])[counts > 0]
+            parts[figure] = float(values[chosen].mean(dtype=np.float64))
+            parts[f"{figure}_interval"] = None
+            if len(sums) < _LEAST_PASSAGES:
+                continue
             interval = bootstrap_ratio(
                 sums.tolist(), counts[counts > 0].tolist(), seed=_RESAMPLES_SEED
             )
             if figure == "agreement" and interval.low == interval.high:  # in every passage the same
                 interval = wilson_interval(int(sums.sum()), int(chosen.sum()))
-            parts[figure] = float(values[chosen].mean(dtype=np.float64))
             parts[f"{figure}_interval"] = [interval.low, interval.high]
         parts["kl_p99_nats"] = float(np.quantile(agreement.kl[chosen], 0.99))
         figures[name] = parts
@@ -289,14 +293,13 @@ def verdict(figures: dict[str, dict[str, Figures]]) -> str:
 
 
 def in_words(parts: Figures) -> str:
-    low, high = parts["agreement_interval"]
     kl = f"KL {parts['kl_nats']:.4f} nats per token"
     if parts["agreement"] == 1:
         return f"the same next token in all of {parts['positions']:,}, {kl}"
-    return (
-        f"the same next token in {100 * parts['agreement']:.1f}% ({100 * low:.1f} to "
-        f"{100 * high:.1f}) of {parts['positions']:,}, {kl}"
-    )
+    ends = [f"{100 * end:.1f}" for end in parts["agreement_interval"] or ()]
+    interval = f" ({' to '.join(ends)})" if ends else ""
+    share = f"{100 * parts['agreement']:.1f}%{interval}"
+    return f"the same next token in {share} of {parts['positions']:,}, {kl}"
 
 
 def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
@@ -317,7 +320,7 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
     ]  # fmt: skip
     names = tuple(figures)
     kl = [parts["all"]["kl_nats"] for parts in figures.values()]
-    ends = [parts["all"]["kl_nats_interval"] for parts in figures.values()]
+    ends = [parts["all"]["kl_nats_interval"] or (None, None) for parts in figures.values()]
     values = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, kl, strict=True))
     title = "KL from the reference"
     plot = Plot(
@@ -346,11 +349,12 @@ def agreement_table(
             row.append(_cell(parts, "loss_change_nats"))
     caption = (
         f"{next(iter(figures.values()))['positions']:,} tokens, each after the right tokens before "
-        "it. KL: from the reference. Intervals of 95%, over resampled passages."
+        f"it. KL: from the reference. 95% intervals over resampled passages, of {_LEAST_PASSAGES} "
+        "or more."
     )
     return Table.of(id, title, columns, rows, caption=caption, folded=folded)
 
 
 def _cell(parts: Figures, name: str) -> Cell:
-    low, high = parts[f"{name}_interval"]
-    return parts[name], low, high
+    interval = parts[f"{name}_interval"]
+    return parts[name] if interval is None else (parts[name], *interval)

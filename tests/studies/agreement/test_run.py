@@ -13,7 +13,7 @@ import pytest
 from mlxstacks.agreement import TOP_K, Agreement
 from mlxstacks.data import read_records
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.agreement.run import BASE, JUDGE, figures_of
+from mlxstacks.studies.agreement.run import BASE, JUDGE, blocks, figures_of, in_words
 from tests.cli.conftest import Run, command
 from tests.studies.conclusions import assert_its_files_give_edits_away
 
@@ -54,8 +54,7 @@ def test_an_adapter_shows_and_the_same_model_does_not(rows: Path, command: Run) 
     base, again = (document["data"]["models"][key]["all"] for key in (BASE, name))
     assert base == again  # without its adapter the reference is its base
     assert base["kl_nats"] > 0.001
-    low, high = base["kl_nats_interval"]
-    assert low <= base["kl_nats"] <= high
+    assert base["kl_nats_interval"] is None  # of three passages
     assert {row[0] for row in document["blocks"][0]["rows"]} == {BASE, name}
     assert document["data"]["top_k"] == TOP_K
     assert_its_files_give_edits_away(Path("two"), f"models.{BASE}.all.positions")
@@ -95,8 +94,12 @@ def test_no_answer_in_common_is_no_certainty() -> None:
     """Of every passage the same share: resampling them says nothing, so Wilson's interval does."""
     n = 30
     zeros = np.zeros(n, np.float32)
-    passages = np.array([[10, 0], [20, 1]], np.int32)
+    passages = np.array([[6, 0], [6, 1], [6, 1], [6, 1], [6, 1]], np.int32)
     figures = figures_of(Agreement(zeros, np.zeros(n, bool), zeros, passages))["all"]
     low, high = figures["agreement_interval"]
     assert (figures["agreement"], low) == (0, 0)
     assert high == pytest.approx(0.1135, abs=1e-3)
+    few = figures_of(Agreement(zeros, np.zeros(n, bool), zeros, np.array([[30, 1]], np.int32)))
+    assert few["all"]["agreement_interval"] is few["all"]["kl_nats_interval"] is None
+    assert in_words(few["all"]) == "the same next token in 0.0% of 30, KL 0.0000 nats per token"
+    assert blocks({"other": few})
