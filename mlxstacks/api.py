@@ -203,6 +203,9 @@ def _command(
     command_named(name)
     with _in_python_words(name), ExitStack() as stack:
         values = {key: _directories(value) for key, value in values.items()}
+        for key in ("adapter_path", "other", "runs"):
+            if isinstance(values.get(key), list | tuple) and not values[key]:
+                raise InputError(f"{key}: got an empty list; leave it out to take the default")
         for key in values.keys() - keywords_of(name).keys():
             if hint := nearest(key, ("dry_run", "progress")):
                 raise InputError(f"unknown keyword {key!r}{hint}")
@@ -214,12 +217,12 @@ def _command(
             raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
         if "data" in values and _takes_rows(name, values["data"]):
             target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
-            if dry_run:  # touches nothing
-                target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
             data = values["data"]
             if name == "stack":
-                data = {**_rows_of_store(target, data), **data}
                 values.setdefault("domains", list(data))  # files would be taken by name
+                data = {**_rows_of_store(target, data), **data}
+            if dry_run:  # touches nothing
+                target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
             values["data"] = str(stack.enter_context(_rows_written(data, target)))
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
@@ -272,7 +275,8 @@ def _rows_written(data: Any, target: Path) -> Iterator[Path]:
         if path not in present and not work_path(target).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         line = rf"\S*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
-        error.args = (re.sub(line, _row_of_data, str(error)),)
+        message = re.sub(line, _row_of_data, str(error))
+        error.args = (message.replace(str(path), "data"),)
         raise
 
 

@@ -560,6 +560,10 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
         ),
         (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
         (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),
+        (lambda: untyped.fuse(None, []), ("adapter_path: got an empty list",)),
+        (lambda: untyped.stack(data={3: PAIRS}), ("3 is no name; give text, as {'3': rows}",)),
+        (lambda: untyped.Result.open(3), ("path: got 3; give the directory",)),
+        (lambda: untyped.train(data="nan.jsonl"), ("nan.jsonl, line 1: not JSON (NaN is no",)),
         (
             lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),
             ("data, row 9: completion: null; fill it in",),
@@ -574,6 +578,7 @@ def test_a_refused_call_says_what_to_do_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    (tmp_path / "nan.jsonl").write_text('{"prompt": "a", "completion": NaN}\n')
     with pytest.raises(InputError) as error:
         call()
     assert all(word in str(error.value) for word in words), error.value

@@ -34,6 +34,8 @@ def write_rows(data: Any, target: Path) -> Path:
     Raises: InputError: a row is no dict, or holds what JSON has no form for.
     """
     named = data if isinstance(data, Mapping) else {"": data}
+    if other := [name for name in named if not isinstance(name, str)]:
+        raise InputError(f"data: {other[0]!r} is no name; give text, as {{'{other[0]}': rows}}")
     named = {  # of a DataFrame, whose iterator gives the columns' names
         name: _records(rows) if hasattr(rows, "iterrows") else rows for name, rows in named.items()
     }

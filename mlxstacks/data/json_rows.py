@@ -47,7 +47,7 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 # some editors begin a file with a mark of UTF-8
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                record = json.loads(text)
+                record = json.loads(text, parse_constant=_no_json)
             except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError too
                 reason = getattr(error, "msg", str(error))
                 raise InputError(
@@ -56,6 +56,10 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, _checked(record, text, where)
     if is_empty:
         raise InputError(f"{path}: no rows; each line must be one JSON object")
+
+
+def _no_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no value; write null, or leave the row out")
 
 
 def count_rows(path: Path) -> int:

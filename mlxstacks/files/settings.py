@@ -21,8 +21,8 @@ def _pairs_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return [f"{pattern}={'none' if bits is None else bits}" for pattern, bits in value.items()]
     values = [value] if isinstance(value, str | int | float) else value
-    if any(isinstance(item, float) for item in values):
-        raise ValueError(f"got {value}; allowed: N or {{PATTERN: N}}, N a whole number")
+    if fractions := [item for item in values if isinstance(item, float)]:
+        raise ValueError(f"got {fractions[0]}; allowed: N or {{PATTERN: N}}, N a whole number")
     return [f"*={item}" if str(item).isdigit() else item for item in values]
 
 

@@ -118,7 +118,7 @@ class Result(Document):
     # --- on disk ----------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        """As it is written. Law: `Result.open` of it is the result again."""
+        """As it is written. Law: `Result.from_json` of it is the result again."""
         return self.model_dump(mode="json")
 
     def digest(self) -> str:
@@ -139,8 +139,10 @@ class Result(Document):
         """
         if isinstance(path, Result):
             path = path.directory or ""
+        if not isinstance(path, str | Path):
+            raise InputError(f"path: got {path!r:.80}; give the directory that a command wrote")
         file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
-        return cls.read(file).checked(file.parent)
+        return cls.read(file).checked(file.parent.absolute())
 
     @classmethod
     def read(cls, file: Path) -> "Result":
