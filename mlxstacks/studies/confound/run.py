@@ -37,6 +37,7 @@ from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
@@ -177,6 +178,8 @@ class _Confound(Study):
             settings=shown, data={"planned_arms": list(arms_of(settings))},
         )  # fmt: skip
         if self.dry_run:
+            if user_path(str(settings.items)).is_file():  # what is wrong with it is said now
+                read_items(str(settings.items), settings.subjects)
             table = plan_table(shown, arms_of(settings))
             return head.model_copy(
                 update={

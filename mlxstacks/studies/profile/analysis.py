@@ -194,10 +194,12 @@ def against_untrained(
 
 def outcome(tables: Mapping[str, Any], alpha: float) -> str:
     p, control = tables["divergence"]["p"], tables.get("untrained")
-    differs = "routing differs"
+    if p >= alpha:
+        return f"undecided, p = {p:.2g}"
+    beyond = ""
     if control and control["p"] >= alpha:
-        differs += ", as untrained routers may"
-    return f"{differs if p < alpha else 'undecided'}, p = {p:.2g}"
+        beyond = f", not shown beyond untrained routers, p = {control['p']:.2g}"
+    return f"routing differs, p = {p:.2g}{beyond}"
 
 
 def verdict(tables: Mapping[str, Any], alpha: float) -> str:

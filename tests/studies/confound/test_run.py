@@ -502,3 +502,11 @@ def test_promote_and_unfused_are_always_among_the_ways() -> None:
 
 def test_another_conclusion_than_the_answers_is_seen(done: Done) -> None:
     assert_its_files_give_edits_away(done.target, "arms.persona.correct")
+
+
+def test_a_dry_run_says_what_is_wrong_with_items_that_are_there(
+    places: Places, tmp_path: Path
+) -> None:
+    settings = settings_for(places, tmp_path / "out", subjects=("zzz",))
+    with pytest.raises(InputError, match="zzz"):
+        run(settings, dry_run=True)
