@@ -118,26 +118,33 @@ def read_passages(
 
     Raises: InputError: a row has neither, or is empty; nothing is left to predict.
     """
+    check_records(records)
     passages = []
     for number, record in enumerate(records, 1):
         if (chat := _asked(record)) is not None:
             prompt = tuple(prompt_tokens(chat, tokenizer, rendering, most_tokens))
             answer = base_model.greedy_tokens(model, tokenizer, prompt, answer_tokens)
             passages.append(Passage((*prompt, *answer), len(prompt), "answer"))
-        elif isinstance(text := record.get("text"), str) and text:
-            tokens = tuple(text_tokens(text, tokenizer, rendering, most_tokens))
-            passages.append(Passage(tokens, 1, "text"))
         else:
-            raise InputError(
-                f"row {number} has {', '.join(map(repr, record)) or 'no keys'}; give "
-                '{"text": "..."}, {"prompt": "..."} or {"messages": [...]}, not empty'
-            )
+            tokens = tuple(text_tokens(record["text"], tokenizer, rendering, most_tokens))
+            passages.append(Passage(tokens, 1, "text"))
         if advance:
             advance(number, len(records))
     passages = [passage for passage in passages if passage.positions > 0]
     if not passages:
         raise InputError("no row leaves a token to predict; give longer texts")
     return tuple(passages)
+
+
+def check_records(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: InputError: a row has neither text nor prompt nor messages, or an empty one."""
+    for number, record in enumerate(records, 1):
+        text = record.get("text")
+        if _asked(record) is None and not (isinstance(text, str) and text):
+            raise InputError(
+                f"row {number} has {', '.join(map(repr, record)) or 'no keys'}; give "
+                '{"text": "..."}, {"prompt": "..."} or {"messages": [...]}, not empty'
+            )
 
 
 def _asked(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:

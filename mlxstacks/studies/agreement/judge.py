@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks import memory
-from mlxstacks.agreement import KINDS, agree, read_passages, refer
+from mlxstacks.agreement import KINDS, agree, check_records, read_passages, refer
 from mlxstacks.command_line import command_line
 from mlxstacks.data import read_records
 from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
@@ -71,6 +71,10 @@ def run(
         raise InputError("--target-kl chooses the bits of all modules: leave --bits out")
     file = JUDGE if settings.judge == "shipped" else user_path(settings.judge)
     records = read_records(file) if settings.judge != "none" else []
+    try:
+        check_records(records)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
     whole, started = WholeProgress(progress, 1.0), time.monotonic()
     if settings.target_kl is not None:
         return _to_target(settings, records, progress, dry_run=dry_run)
@@ -102,7 +106,10 @@ def _with_judgement(
     except (CheckpointError, InputError, NonFiniteModelError, MemoryError) as error:
         whole.part(1 - _FUSE_SHARE, "fuse, not judged")(1, 1)
         note = f"Not judged by its behaviour: {error}"
-        judged = result.model_copy(update={"notes": (*result.notes, note)})
+        update: dict[str, Any] = {"notes": (*result.notes, note)}
+        if settings.fail_under_agreement is not None:
+            update["failed_gate"] = f"agreement was not measured: {error}"
+        judged = result.model_copy(update=update)
     else:
         judged = _judged(result, figures, settings)
     judged = judged.model_copy(update={"environment": environment(time.monotonic() - started)})

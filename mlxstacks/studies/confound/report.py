@@ -7,6 +7,7 @@ from typing import Any
 from mlxstacks.stats import share, share_note
 from mlxstacks.studies.confound.analysis import ArmResult, Comparison
 from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
+from mlxstacks.studies.confound.plan import SECOND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Findings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
@@ -72,6 +73,8 @@ def blocks(
 
 
 def _name(arm: str) -> str:
+    if arm == SECOND:
+        return "persona's second choices"
     return arm.replace("_again", ", again").replace("_", " ")
 
 

@@ -92,8 +92,9 @@ def test_a_fuse_that_cannot_be_judged_is_whole_and_says_why(
         adapter, message = random_adapter(model, ["self_attn.q_proj"], rank=2), "no tokenizer.json"
     settings = FuseSettings.model_validate(
         {**values, "model": str(model), "adapter_path": (str(adapter),)}
-    )
+    ).model_copy(update={"fail_under_agreement": 0.5})
     result = judge.run(settings)
+    assert str(result.failed_gate).startswith("agreement was not measured: ")
     assert result.notes[-1].startswith("Not judged by its behaviour: ")
     assert message in result.notes[-1]
     assert "behaviour" not in result.data
@@ -121,3 +122,14 @@ def test_an_adapter_of_another_base_is_judged_where_it_is_taken(rows: Path, comm
     compared = ("compare", "fused", *given, "--data", str(rows), "--no-plots")
     assert command(*compared, "--save-path", "c")[0] == 2
     assert command(*compared, "--save-path", "c", "--allow-base")[0] == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_rows_that_cannot_be_judged_on_are_refused_before_the_fuse(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"foo": 1}\n')
+    code, _, err = command("fuse", "--judge", "rows.jsonl", "--save-path", "fused", *options)
+    assert (code, "rows.jsonl: row 1 has 'foo'; give" in err) == (2, True), err
+    assert not (tmp_path / "fused").exists()
