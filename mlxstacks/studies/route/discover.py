@@ -553,7 +553,7 @@ def _sentences(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator
         inside = sum({*o.label} <= {*o.best} for o in labelled)
         holds = _percent(_rate(inside, len(labelled)))
         yield (
-            f"Of {len(labelled):,} prompts with a domain the best set is that domain in {own}, and "
+            f"Of {len(labelled):,} labelled prompts the best set is the label itself in {own}, and "
             f"holds it in {holds}."
         )
     if others := [o for o in outcomes if not o.label]:

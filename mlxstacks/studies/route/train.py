@@ -198,10 +198,16 @@ def _start(
 def _concluded(result: Result, data: Mapping[str, Any]) -> Result:
     single, mixed = (_share(rate) for rate in _hits(data["metrics"]).values())
     error = data["metrics"]["calibration"]["expected_calibration_error"]
+    other = data["metrics"]["gaps"]["other"]
+    stays_off = (
+        f"No domain on {_share(other)} prompts that need none."
+        if other is not None
+        else "No prompt that needs no domain was held out, so whether it stays off is not known."
+    )
     return result.model_copy(update={
         "data": dict(data), "blocks": blocks(data), "outcome": f"right domain first: {single}",
         "verdict": f"epoch {data['best_epoch']}: the right domain first on {single} single "
-        f"prompts, both domains on {mixed} mixed ones, calibration error {error:.3f}.",
+        f"prompts, both domains on {mixed} mixed ones, calibration error {error:.3f}. {stays_off}",
     })  # fmt: skip
 
 
