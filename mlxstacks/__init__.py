@@ -17,7 +17,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from mlxstacks.errors import InputError, Interrupted, StoreError
 from mlxstacks.recipe.table import COMMANDS, nearest
 
 __version__ = "0.2.0"
@@ -27,15 +26,15 @@ _FUNCTIONS = {
     for command in COMMANDS
     if command not in ("chat", "generate")
 }
-__all__ = [
-    "InputError", "Interrupted", "Result", "StoreError",
-    "generate", "load", "recipes", "run", *_FUNCTIONS,
-]  # fmt: skip
+_ERRORS = ("InputError", "Interrupted", "StoreError")
+__all__ = ["Result", "generate", "load", "recipes", "run", *_ERRORS, *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Result":
         return importlib.import_module("mlxstacks.study.result").Result
+    if name in _ERRORS:
+        return getattr(importlib.import_module("mlxstacks.errors"), name)
     if name in __all__:
         return importlib.import_module("mlxstacks.api").function_named(name)
     hint = "; `mlxstacks chat` is for a terminal, here ms.generate answers"

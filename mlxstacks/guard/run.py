@@ -159,7 +159,7 @@ def verdict_of(limit: Limit, buffers: int, nbytes: int | None) -> str:
         words += f"; {bytes_in_words(nbytes)} are {share}"
     elif nbytes is not None:
         what = "the buffers fit"
-        words += f"; {bytes_in_words(nbytes)} of memory, whose limit is not known here"
+        words += f"; {bytes_in_words(nbytes)}"
     opening = {"fits": what, "tight": f"{what}, but not with ease", "refused": "does not fit"}
     return f"{opening[outcome_of(share_of(limit, buffers, nbytes))]}: {words}"
 

@@ -337,7 +337,7 @@ def test_bare_run_takes_nano(command: Run) -> None:
     code, out, err = command("--max-seq-length", "64")
     assert code == 0
     assert "nano" in err
-    assert "Verdict: Fits" in out
+    assert "Verdict: The buffers fit" in out
 
 
 def test_json_is_one_document(command: Run, config: str) -> None:

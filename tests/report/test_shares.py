@@ -51,8 +51,8 @@ def test_the_walk_sees_a_bare_share() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 19, 20, 131])
 def test_the_note_holds_the_interval_of_every_share_of_n(n: int) -> None:
-    half = float(share_note(n).partition("+-")[2].partition(" ")[0])
+    width = float(share_note(n).partition("at most ")[2].partition(" ")[0])
     intervals = [wilson_interval(count, n) for count in range(n + 1)]
-    widest = max(50 * (interval.high - interval.low) for interval in intervals)
-    assert widest - 0.05 <= half <= widest + 0.06
+    widest = max(100 * (interval.high - interval.low) for interval in intervals)
+    assert widest - 0.1 <= width <= widest + 0.12
     assert f"n = {n}" in share_note(n)

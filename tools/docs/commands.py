@@ -150,7 +150,7 @@ def _writes(name: str, model: type[BaseModel] | None) -> str:
     if model is None or "save_path" not in model.model_fields:
         return "no file."
     text = model.model_fields["save_path"].description or ""
-    made = re.sub(r"^(Directory) to write", "a directory", text).rstrip(".")
+    made = re.sub(r"^Output directory", "a directory", text).rstrip(".")
     made = made[:1].lower() + made[1:]
     kept = "; in it `result.json`, for `mlxstacks report` and `ms.Result.open`"
     return f"`--save-path`: {made}{kept if COMMANDS[name].report else ''}."

@@ -287,7 +287,7 @@ def matrix_blocks(matrix: Matrix) -> Iterator[Block]:
     }
     if not later and (rows := next(iter(matrix.values()), {})):
         yield Table.of(
-            "losses", "Losses", {"domain": "text", "loss": ("number", 4)},
+            "losses-alone", "Losses", {"domain": "text", "loss": ("number", 4)},
             [(name, row.get(name)) for name, row in rows.items()],
             caption="Validation loss of each domain when it had been trained, nats per token. None "
             "was measured again after another domain.",

@@ -86,7 +86,9 @@ def test_from_half_the_limit_on_it_warns_and_runs(
     settings = limited(places, tmp_path / "out", int(needed / 0.6), iters=2)
     report = train_run.run(settings)
     assert report.status == "trained"
-    assert any(note.startswith("The guard warns: fits, but not with ease") for note in report.notes)
+    assert any(
+        note.startswith("The guard warns: the buffers fit, but not") for note in report.notes
+    )
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(
