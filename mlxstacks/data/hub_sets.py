@@ -69,10 +69,12 @@ def split_files(repository: str, name: str | None, split: str, files: str | None
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise _refused(repository, error) from error
-    found = builder.config.data_files or {}
-    if split not in found:
-        raise InputError(f"{repository}: no split {split!r}; it has {', '.join(map(str, found))}")
-    return [str(file) for file in found[split]]
+    data_files = builder.config.data_files or {}
+    if split not in data_files:
+        raise InputError(
+            f"{repository}: no split {split!r}; it has {', '.join(map(str, data_files))}"
+        )
+    return [str(file) for file in data_files[split]]
 
 
 def fetch(url: str) -> Path:

@@ -64,8 +64,8 @@ def prototypes(stacks: Sequence[FrozenStack], domains: Sequence[str]) -> mx.arra
     blocks: dict[str, list[Block]] = {}
     for stack in stacks:
         blocks.setdefault(stack.id.domain, []).extend(blocks_of(stack))
-    found = {name: input_direction(blocks[name]) for name in domains if name in blocks}
-    if not found:
+    directions = {name: input_direction(blocks[name]) for name in domains if name in blocks}
+    if not directions:
         return None
-    zeros = np.zeros_like(next(iter(found.values())))
-    return mx.array(np.stack([found.get(name, zeros) for name in domains], axis=1), mx.float32)
+    zeros = np.zeros_like(next(iter(directions.values())))
+    return mx.array(np.stack([directions.get(name, zeros) for name in domains], axis=1), mx.float32)

@@ -238,10 +238,10 @@ def profiled(settings: CompareSettings, arm: ArmSettings) -> ArmSettings:
     """
     if arm.profile is None:
         return arm
-    found = Result.open(arm.profile)
-    if found.kind != "profile" or found.status != "done":
+    profile = Result.open(arm.profile)
+    if profile.kind != "profile" or profile.status != "done":
         raise InputError(f"arm {arm.name}: {arm.profile} holds no finished profile")
-    layers = found.data["tables"]["top_layers"]["by_kl"]
+    layers = profile.data["tables"]["top_layers"]["by_kl"]
     domains = settings.settings_of(arm).domains
     if not domains or any(domain.name not in layers for domain in domains):
         raise InputError(
