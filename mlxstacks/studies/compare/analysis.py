@@ -239,7 +239,7 @@ def best_rates(settings: CompareSettings, cells: Mapping[tuple[str, int], CellRe
 
     Raises: InputError for an arm that no rate trains with every seed.
     """
-    found = {}
+    searches = {}
     for arm in settings.arms:
         losses = {}
         for rate in settings.rates:
@@ -254,8 +254,8 @@ def best_rates(settings: CompareSettings, cells: Mapping[tuple[str, int], CellRe
                 f"the search's seeds ({reasons}); give other rates, or --retry"
             )
         best = min(known, key=known.__getitem__)
-        found[arm.name] = {"rate": float(best), "losses": losses}
-    return found
+        searches[arm.name] = {"rate": float(best), "losses": losses}
+    return searches
 
 
 def at_the_end(searches: Searches) -> list[str]:
