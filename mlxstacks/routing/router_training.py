@@ -115,12 +115,17 @@ def group_key(prompt: str) -> str:
 
 
 def split_places(
-    prompts: Sequence[str], seed: int, share: float = 0.1, least: int = 200
+    prompts: Sequence[str],
+    seed: int,
+    share: float = 0.1,
+    least: int = 200,
+    kinds: Sequence[Kind] = (),
 ) -> tuple[list[int], list[int]]:
     """(training, validation): places of prompts, rising, by groups that are shuffled with `seed`.
 
     Validation gets `share` of the groups, but at least `least`, unless these are more than half of
     all: then the share alone decides. The order of the prompts does not matter.
+    kinds: of the prompts; validation gets a group of each kind that has at least two of its own.
     Law: no group has prompts on both sides, and every prompt is on one.
 
     Raises: InputError: there are fewer than two groups.
@@ -136,8 +141,12 @@ def split_places(
     if least <= len(groups) // 2:
         wanted = max(wanted, least)
     wanted = min(wanted, len(groups) - 1)
-    order = np.random.default_rng(seed).permutation(len(groups))
-    held_out = {groups[i] for i in order[:wanted]}
+    order = [groups[i] for i in np.random.default_rng(seed).permutation(len(groups))]
+    held_out = set(order[:wanted])
+    for kind in sorted(set(kinds)):
+        of_kind = {key for key, other in zip(keys, kinds, strict=True) if other == kind}
+        if len(of_kind) > 1 and not of_kind & held_out:
+            held_out.add(next(key for key in order if key in of_kind))
     training = [i for i, key in enumerate(keys) if key not in held_out]
     validation = [i for i, key in enumerate(keys) if key in held_out]
     assert not {keys[i] for i in training} & {keys[i] for i in validation}
@@ -243,8 +252,9 @@ def train_router(
             "so the figures of its domains may be too good."
         )
     training, validation = split_places(
-        rows.prompts, settings.seed, settings.validation_share, settings.validation_groups
-    )
+        rows.prompts, settings.seed, settings.validation_share, settings.validation_groups,
+        rows.kinds,
+    )  # fmt: skip
     table = features
     if isinstance(table, PromptFeatures):
         table = FeatureTable(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import RouterFile, read_router, write_router
-from mlxstacks.routing.outcomes import RouterExample
+from mlxstacks.routing.outcomes import Kind, RouterExample
 from mlxstacks.routing.router import router_tensors
 from mlxstacks.routing.router_training import (
     TrainedRouter,
@@ -132,6 +132,15 @@ def test_validation_has_200_groups_where_there_are_enough(groups: int, held_out:
     assert (len(training), len(validation)) == (groups - held_out, held_out)
 
 
+@given(st.integers(0, 2**32), st.integers(2, 6))
+def test_a_kind_of_two_groups_has_one_to_validate_with(seed: int, others: int) -> None:
+    prompts = [f"prompt {i}" for i in range(80)]
+    kinds: list[Kind] = ["other"] * others + ["single"] * (79 - others) + ["mixed"]
+    training, validation = split_places(prompts, seed, 0.05, kinds=kinds)
+    assert {"other", "single"} <= {kinds[i] for i in validation}
+    assert sorted([*training, *validation]) == list(range(80))
+
+
 def test_split_depends_on_seed_and_not_on_order() -> None:
     prompts = [f"prompt {i}" for i in range(80)]
     mixed = prompts.copy()
@@ -212,7 +221,8 @@ def test_discovered_outcomes_win_over_labels() -> None:
     examples = examples_of("code", "math")
     swap = {"code": {"code": 0.0, "math": 1.0}, "math": {"code": 1.0, "math": 0.0}}
     targets = {one.row_id: swap[one.label[0]] for one in examples if len(one.label) == 1}
-    found = train(["code", "math"], examples=examples, targets=targets)
+    settings = SETTINGS.model_copy(update={"epochs": 10})
+    found = train(["code", "math"], settings, examples=examples, targets=targets)
     confusion = found.metrics["confusion"]
     assert found.split["discovered"] == 48
     assert confusion["math"]["math"] + confusion["code"]["code"] > 0

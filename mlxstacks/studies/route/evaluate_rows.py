@@ -201,7 +201,7 @@ def _split_again(
     try:
         sides = split_places(
             [example.prompt for example in examples], settings.seed, settings.validation_share,
-            settings.validation_groups,
+            settings.validation_groups, [example.kind for example in examples],
         )  # fmt: skip
     except InputError:  # too few prompts to split: not those it was trained on
         return None

@@ -229,7 +229,9 @@ def test_rows_that_the_router_was_trained_on_are_left_out(places: Places, tmp_pa
     own = write_places(tmp_path / "own")
     store = Store.open(own.store)
     examples = read_examples(OutcomeSettings(data=str(own.data)), store)
-    _, held_out = split_places([one.prompt for one in examples], 3, 0.1, 9)
+    _, held_out = split_places(
+        [one.prompt for one in examples], 3, 0.1, 9, [one.kind for one in examples]
+    )
     ids = sorted(examples[place].row_id for place in held_out)
     training = {
         "split": {"seed": 3, "validation_sha256": json_sha256(ids)},
@@ -272,7 +274,9 @@ def test_the_targets_of_a_router_say_what_it_was_trained_on(
     ]
     seen = [json.loads(line)["prompt"] for line in own.unseen.read_text().splitlines()]
     there += [RouterExample(text, None, (), "other", text) for text in seen[:2]]
-    training, held_out = split_places([one.prompt for one in there], 3, 0.1, 9)
+    training, held_out = split_places(
+        [one.prompt for one in there], 3, 0.1, 9, [one.kind for one in there]
+    )
     ids = sorted(there[place].row_id for place in held_out)
     about = {"split": {"seed": 3, "validation_sha256": json_sha256(ids)},
              "settings": {"validation_share": 0.1, "validation_groups": 9}}  # fmt: skip
