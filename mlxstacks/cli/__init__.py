@@ -101,8 +101,10 @@ def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error"
     if any(word in ("-v", "-vv", "--verbose") for word in arguments) and code != INTERRUPTED:
         output.write(traceback.format_exc(), error=True)
     # a stranger's file may have written a part of it
-    label = click.style("error: ", fg="red", bold=True) if sys.stderr.isatty() else "error: "
-    output.write(message, error=True, label=label)
+    plain = "error: "
+    label = click.style(plain, fg="red", bold=True) if sys.stderr.isatty() else plain
+    shown = output.wrapped_on_terminal(output.safe(message), plain)
+    output.write(shown, error=True, label=label)
     if "--json" in arguments:
         document = {"error": {"kind": kind, "message": message, "exit_code": code}}
         with contextlib.suppress(OSError):  # it may be stdout that is full

@@ -79,10 +79,16 @@ def _say_what_is_kept(resolved: Resolved) -> None:
         if not resolved.target.exists():
             output.note(f"\nNothing was written to {resolved.target}.")
         return
-    from mlxstacks.study.run_directory import work_path
+    from mlxstacks.files.outputs import MARK
+    from mlxstacks.study.run_directory import IDENTITY, LOG, work_path
 
     work = work_path(resolved.target)
-    if work.is_dir():
+    if not work.is_dir():
+        return
+    begun = {IDENTITY, LOG, MARK}  # what is there before the first state
+    if {path.name for path in work.iterdir()} <= begun:
+        output.note("\nStopped before anything was saved: the same command begins again.")
+    else:
         output.note(  # below the terminal's ^C
             f"\nWhat was saved is kept in {work}: the same command resumes; with "
             "--no-resume it starts again."

@@ -80,18 +80,24 @@ def is_quiet() -> bool:
 
 
 def note(text: str) -> None:
-    """A remark on stderr, where it does not mix with the result; made `safe`.
+    """A remark on stderr, where it does not mix with the result; made `safe`."""
+    write(wrapped_on_terminal(safe(text)), error=True)
 
-    On a terminal lines break between words, but those that hold a command; in a log they stay
-    whole.
+
+def wrapped_on_terminal(text: str, label: str = "") -> str:
+    """Text for stderr, below a label. On a terminal lines break between words, but those that hold
+    a command; in a log they stay whole.
     """
-    text = safe(text)
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = "\n".join(
-            line
-            if holds_command(line)
-            else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-            for line in text.split("\n")
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = [
+        line
+        if holds_command(line)
+        else textwrap.fill(
+            line, width, break_long_words=False, break_on_hyphens=False,
+            subsequent_indent=" " * (len(line) - len(line.lstrip(" "))),
         )
-    write(text, error=True)
+        for line in f"{label}{text}".split("\n")
+    ]  # fmt: skip
+    return "\n".join(lines).removeprefix(label)

@@ -42,9 +42,8 @@ def parse_module_bits(pair: str, setting: str, floats: bool = False) -> ModuleBi
         return pattern, None
     if not pattern or not bits.isdigit() or int(bits) not in ALLOWED_BITS:
         allowed = ", ".join(map(str, ALLOWED_BITS)) + (", none" if floats else "")
-        raise ValueError(
-            f"got {pair!r}; {setting} takes PATTERN=N with N one of {allowed}, {_FORM}"
-        )
+        got = bits if pattern == "*" else repr(pair)  # a number alone became *=N
+        raise ValueError(f"got {got}; {setting} takes N or PATTERN=N, N one of {allowed}, {_FORM}")
     return pattern, int(bits)
 
 

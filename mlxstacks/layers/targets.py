@@ -62,8 +62,13 @@ def find_targets(model: nn.Module, settings: TargetSettings | None = None) -> li
         there = ", ".join(sorted({t.name for t in wanted})) or "no projections at all"
         problems.append(f"no projection has a usual name; the layers have {there}")
     if problems:
-        raise ValueError("\n  ".join(["cannot choose the projections to adapt:", *problems]))
+        raise ValueError(_listed("cannot choose the projections to adapt:", problems))
     return found
+
+
+def _listed(head: str, problems: Sequence[str], most: int = 8) -> str:
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "\n  ".join([head, *problems[:most], *more])
 
 
 def left_out_notes(model: nn.Module, targets: Sequence[Target]) -> list[str]:
@@ -138,7 +143,7 @@ def check_targets(targets: Sequence[Target], rank: int) -> None:
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise ValueError("\n  ".join(["cannot put adapters here:", *problems]))
+        raise ValueError(_listed("cannot put adapters here:", problems))
 
 
 @dataclass(frozen=True)

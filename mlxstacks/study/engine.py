@@ -361,7 +361,7 @@ def _quick_look(settings: StudySettings) -> Iterable[str]:
     """What a plan says of a part: it decides nothing, by whatever name the part is asked for."""
     for name in ("limit", "max_prompts"):
         if count := getattr(settings, name, None):
-            yield f"{name} {count}: a quick look; the result will be EXPLORATORY."
+            yield f"{name} {count}: a quick look at a part of this; the result will be EXPLORATORY."
 
 
 def _finished(planned: Result, concluded: Result, seconds: float | None) -> Result:

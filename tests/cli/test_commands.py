@@ -119,7 +119,11 @@ def test_a_target_with_a_name_too_long_is_bad_input(toy: Path, command: Run) -> 
 def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
     stopped = ("toy", "--set", "fail=interrupt")
     assert "is kept in" not in command(*stopped)[2]
-    (toy / "mlxstacks-out" / ".toy.work").mkdir(parents=True)
+    work = toy / "mlxstacks-out" / ".toy.work"
+    work.mkdir(parents=True)
+    (work / "run.json").touch()
+    assert "Stopped before anything was saved" in command(*stopped)[2]
+    (work / "checkpoint.safetensors").touch()
     code, _, err = command(*stopped)
     assert (code, "mlxstacks-out/.toy.work: the same command resumes" in err) == (130, True)
 

@@ -196,7 +196,10 @@ def test_a_note_breaks_between_words_on_a_terminal_alone(monkeypatch: pytest.Mon
     assert len(lines) > 3
     assert max(map(len, lines)) <= 40
     assert " ".join(lines) == text
+    folded = output.wrapped_on_terminal(f"  {text}", "error: ").splitlines()
+    assert max(map(len, (f"error: {folded[0]}", *folded[1:]))) <= 40
     stream.tty = False
+    assert output.wrapped_on_terminal(text, "error: ") == text
     output.note(text)
     assert stream.getvalue().splitlines()[-1] == text
 
