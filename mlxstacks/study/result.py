@@ -30,7 +30,14 @@ _MOST_NAMED = 5
 
 
 class Result(Document):
-    """A document with what Python wants of it."""
+    """What a command computed, as `ms.fuse`, `ms.train` and the others return it.
+
+    `print(result)` shows what the command line prints; a notebook shows tables and plots. `outcome`
+    and `verdict` say what came out, `table(id)` gives a pandas DataFrame, `plot(id)` a matplotlib
+    figure (`tables` and `plots` list the ids), and `data` holds every figure by name, with its unit.
+    `settings`, `plan`, `environment`, `notes` and `provenance` say how it was made, `directory`
+    where it lies. `Result.open(directory)` reads it back and checks its files.
+    """
 
     # --- for people -------------------------------------------------------------------------------
 
@@ -90,7 +97,11 @@ class Result(Document):
         if id not in blocks:
             what = kind.__name__.lower()
             got = f"no {what} {id!r};" if id is not None else f"which {what}?"
-            raise InputError(f"{got} ids of {self.kind}: {', '.join(map(repr, blocks)) or 'none'}")
+            if not blocks:
+                others = ", ".join(self.plots if kind is Table else self.tables) or "none"
+                other = "plots" if kind is Table else "tables"
+                raise InputError(f"a result of {self.kind} has no {what}s; {other}: {others}")
+            raise InputError(f"{got} ids of {self.kind}: {', '.join(map(repr, blocks))}")
         return blocks[id]
 
     def __str__(self) -> str:
