@@ -45,6 +45,28 @@ def adapter_zero(adapter_path: str | Path | None = None, save_path: str | Path |
     dry_run: bool = False) -> Result:
     """Write a copy of an adapter with zero delta: the control for every fuse."""
 
+def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, Any] | None = None,
+    save_path: str | Path | None = None, num_layers: int | None = None,
+    layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (),
+    resume_adapter_file: str | None = None, rank: int = 8, scale: float = 20.0,
+    shared_outer: bool = False, dropout: float = 0.0,
+    merge_ready: Literal['pooled', 'grid'] | None = None, iters: int | None = None,
+    batch_size: int = 4, grad_accumulation_steps: int = 1, learning_rate: float = 2e-05,
+    lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,
+    weight_decay: float = 0.0, clip_norm: float = 1.0, max_seq_length: int = 2048,
+    mask_prompt: bool = True, thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto',
+    allow_special: bool = False, val_batches: int | None = None, steps_per_report: int = 10,
+    steps_per_eval: int = 200, save_every: int = 100, patience: int | None = None,
+    spike_threshold: float | None = None, keep: Literal['best', 'last'] = 'best',
+    grad_checkpoint: bool = False, compile_step: Literal['auto', 'on', 'off'] = 'auto',
+    base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
+    guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
+    resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,
+    seed: int = 0, method: Literal['dpo', 'orpo'] = 'dpo', beta: float = 0.1,
+    safeguards: Mapping[str, Any] = ..., progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
+    """Train a LoRA on preferred and rejected answers, by DPO or ORPO, with safeguards."""
+
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
     adapter_path: str | Path | Sequence[str | Path] = (), data: str | Path | None = None,
     answer_tokens: int = 32, max_tokens: int = 256,
@@ -407,8 +429,9 @@ def sweep_buffers(model: str | Path | None = None, *, save_path: str | Path | No
 def train(model: str | Path | None = None,
     data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, *, num_layers: int | None = None,
-    layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (), rank: int = 8,
-    scale: float = 20.0, shared_outer: bool = False, dropout: float = 0.0,
+    layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (),
+    resume_adapter_file: str | None = None, rank: int = 8, scale: float = 20.0,
+    shared_outer: bool = False, dropout: float = 0.0,
     merge_ready: Literal['pooled', 'grid'] | None = None, iters: int | None = None,
     batch_size: int = 4, grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,

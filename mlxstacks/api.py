@@ -209,11 +209,11 @@ def _command(
         for key in values.keys() - keywords_of(name).keys():
             if hint := nearest(key, ("dry_run", "progress")):
                 raise InputError(f"unknown keyword {key!r}{hint}")
-        if name == "train" and "validation_rows" in values:
+        if name in ("train", "align") and "validation_rows" in values:
             raise InputError(
                 "validation_rows: give the rows, as in data={'train': rows[5:], 'valid': rows[:5]}"
             )
-        if name in ("train", "stack") and holds_rows(values.get("model")):
+        if name in ("train", "align", "stack") and holds_rows(values.get("model")):
             raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
         if "data" in values and _takes_rows(name, values["data"]):
             target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
@@ -326,7 +326,7 @@ def _takes_rows(name: str, data: Any) -> bool:
     if keyword is None or keyword.is_list or data is None or isinstance(data, str | Path):
         return False
     of_domains = name.startswith("stack")
-    of_parts = name == "train" and isinstance(data, Mapping) and "sources" not in data
+    of_parts = name in ("train", "align") and isinstance(data, Mapping) and "sources" not in data
     if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
         raise InputError(
             f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid'"
@@ -335,7 +335,8 @@ def _takes_rows(name: str, data: Any) -> bool:
         return True
     if hasattr(data, "model_dump") or (isinstance(data, Mapping) and "sources" in data):
         return False
-    rows = "[{'prompt': ..., 'completion': ...}, ...]"
+    answers = "'chosen': ..., 'rejected': ..." if name == "align" else "'completion': ..."
+    rows = f"[{{'prompt': ..., {answers}}}, ...]"
     if of_domains:
         wanted = f"the rows of each domain by its name, as in {{'islands': {rows}}}"
     else:

@@ -231,7 +231,7 @@ def test_an_adapter_answers() -> None:
         (lambda: untyped.fuse(requantt="refit"), ("'requantt'", "'requant'")),
         (lambda: untyped.fuse(requant="nearst"), ("requant", "'nearst'", "'nearest'")),
         (lambda: untyped.guard(rank="two"), ("rank", "'two'", "integer")),
-        (lambda: untyped.fuse(bits=7), ("bits", "'*=7'", "PATTERN=N", "{'*.down_proj': 4}")),
+        (lambda: untyped.fuse(bits=7), ("bits", "got 7", "PATTERN=N", "{'*.down_proj': 4}")),
         (lambda: untyped.fuse(bits={"a": 7}), ("PATTERN=N", "2, 3, 4", "'a=7'")),
         (lambda: untyped.fuse(progress="no"), ("progress", "'no'", "False")),
         (lambda: untyped.fuse(dry_run="no"), ("dry_run", "'no'")),
@@ -596,7 +596,7 @@ def test_force_begins_an_interrupted_run_of_other_settings_again(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(run._TrainRun, "_write_target", interrupted)
+        patch.setattr(run.TrainRun, "_write_target", interrupted)
         with pytest.raises(Interrupted):
             ms.train(data=PAIRS, save_path=out, save_every=1, **SMALL)
     other = {**SMALL, "rank": 2}

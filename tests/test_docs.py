@@ -43,7 +43,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home, paths = tmp_path_factory.mktemp("docs"), nano_paths()
     for name, path in {
         "model": paths.model_path, "adapters": paths.adapter_path, "data": paths.data_path,
-        "domains": paths.curriculum_path,
+        "preferences": paths.preferences_path, "domains": paths.curriculum_path,
     }.items():  # fmt: skip
         (home / name).symlink_to(path)
     return home

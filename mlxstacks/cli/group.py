@@ -184,7 +184,7 @@ class TableCommand(_Translating):
 
 # How `mlxstacks --help` lists the commands.
 SECTIONS = {
-    "Models and adapters": ("fuse", "compare", "convert", "adapter", "train", "guard"),
+    "Models and adapters": ("fuse", "compare", "convert", "adapter", "train", "align", "guard"),
     "Stacks and routes": ("stack", "stacks", "route"),
     "Answers": ("chat", "generate"),
     "Experiments": ("eval", "confound", "identity", "profile", "sweep", "report"),

@@ -13,9 +13,11 @@ from mlxstacks.data.domain import (
 )
 from mlxstacks.data.encode import (
     ChatTokenizer,
+    EncodedPairs,
     EncodedRows,
     encode_examples,
     encode_messages,
+    encode_pairs,
     encode_record,
 )
 from mlxstacks.data.examples import Example, as_messages
@@ -30,6 +32,7 @@ __all__ = [
     "ChatTokenizer",
     "DomainData",
     "DomainDataSettings",
+    "EncodedPairs",
     "EncodedRows",
     "Example",
     "Rendering",
@@ -42,6 +45,7 @@ __all__ = [
     "data_notes",
     "encode_examples",
     "encode_messages",
+    "encode_pairs",
     "encode_record",
     "make_batch",
     "numbered_records",

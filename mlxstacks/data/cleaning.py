@@ -28,7 +28,9 @@ def strip_record(record: dict[str, Any], tokens: Collection[str] = ()) -> dict[s
             {**turn, "content": strip_markers(turn["content"], tokens)}
             for turn in record["messages"]
         ]
-        return {**record, "messages": turns}
+        texts = {key: record[key] for key in ("rejected",) if key in record}
+        clean = {key: strip_markers(text, tokens) for key, text in texts.items()}
+        return {**record, "messages": turns, **clean}
     return {key: strip_markers(value, tokens) for key, value in record.items()}
 
 
@@ -70,7 +72,13 @@ def reason_to_drop(
 ) -> str | None:
     """Why a cleaned record is not used, as reports count it; None for one that is."""
     if "messages" in record:
-        return None if says_something(record) else "no_answer"
+        if not says_something(record):
+            return "no_answer"
+        rejected = record.get("rejected")
+        if rejected is None:
+            return None
+        equal = rejected.split() == record["messages"][-1]["content"].split()
+        return "equal_answers" if equal else None if rejected.strip() else "no_rejected"
     least = 1 if form.own else max(1, settings.minimum_characters)
     if "text" in record:
         return None if counted_length(record["text"]) >= least else "text_too_short"

@@ -5,7 +5,7 @@ or `text`. Examples are encoded in the chat template of the tokenizer or in the 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mlxstacks.data.chat import (
@@ -322,6 +322,55 @@ def encode_examples(
             else "there are no examples to encode"
         )
     return EncodedRows(rows, ids, cut, empty, tuple(notes.lines()))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPairs:
+    """chosen[i] and rejected[i] answer one prompt. cut: answers that lost their end. empty: pairs
+    left out, because an answer has no token left or both have the same.
+    """
+
+    chosen: list[Row]
+    rejected: list[Row]
+    cut: int
+    empty: int
+    notes: tuple[str, ...] = ()
+
+
+def encode_pairs(
+    examples: Sequence[Example],
+    tokenizer: ChatTokenizer,
+    settings: DomainDataSettings,
+    max_tokens: int,
+) -> EncodedPairs:
+    """Encode examples of the format `preference`; weights are 1 on the answer, as elsewhere.
+
+    Raises: InputError: as `encode_examples`, or no pair is left.
+    """
+    numbered = [replace(example, row_id=str(i)) for i, example in enumerate(examples)]
+    chosen = encode_examples(numbered, tokenizer, settings, max_tokens)
+    other = [replace(e, record=_with_rejected(e.record)) for e in numbered]
+    rejected = encode_examples(other, tokenizer, settings, max_tokens)
+    of_rejected = dict(zip(rejected.ids, rejected.rows, strict=True))
+    pairs = [
+        (row, of_rejected[i])
+        for i, row in zip(chosen.ids, chosen.rows, strict=True)
+        if i in of_rejected and row.tokens != of_rejected[i].tokens
+    ]
+    if not pairs:
+        raise InputError(
+            f"none of {len(examples)} pairs has two different answers left within {max_tokens} "
+            "tokens; raise max_seq_length"
+        )
+    good, bad = map(list, zip(*pairs, strict=True))
+    cut, empty = chosen.cut + rejected.cut, len(examples) - len(pairs)
+    return EncodedPairs(good, bad, cut, empty, chosen.notes)
+
+
+def _with_rejected(record: Mapping[str, Any]) -> dict[str, Any]:
+    *turns, answer = record["messages"]
+    rest = {key: value for key, value in record.items() if key != "rejected"}
+    return {**rest, "messages": [*turns, {**answer, "content": record["rejected"]}]}
 
 
 def encode_alpaca(

@@ -1,7 +1,8 @@
 """An example: one cleaned record, and the id by which splits, reports and stores know it.
 
 A record has one of three forms: {text}; {prompt, answer} and, where there is one, {input};
-{messages} and, where there are some, {tools}.
+{messages} and, where there are some, {tools}. With messages may stand the answer that was
+{rejected} in favor of the last.
 """
 
 import hashlib
@@ -182,7 +183,8 @@ def _contents(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         plain.append([turn["role"], _plain(turn["content"]), *([rest] if rest else [])])
     first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
     tools = [record["tools"]] if record.get("tools") else []
-    return ["chat", plain, *tools], ["chat", plain[:first]]
+    rejected = [["rejected", _plain(record["rejected"])]] if "rejected" in record else []
+    return ["chat", plain, *tools, *rejected], ["chat", plain[:first]]
 
 
 def _plain(text: str) -> str:

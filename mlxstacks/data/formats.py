@@ -278,6 +278,33 @@ def _pubmedqa(record: Raw) -> Reading:
     )  # fmt: skip
 
 
+def _preference(record: Raw) -> Reading:
+    """A chosen and a rejected answer, as TRL and UltraFeedback have them: texts below a prompt, the
+    answers' messages below a prompt of messages, or whole conversations that differ in the last.
+    """
+    kinds = {isinstance(record.get(key), list) for key in ("chosen", "rejected")}
+    if kinds == {True, False}:
+        raise InputError("chosen and rejected must both be texts, or both lists of messages")
+    if kinds == {False}:
+        chosen, rejected = text_of(record, "chosen"), text_of(record, "rejected")
+        if isinstance(record.get("prompt"), list):
+            turns = conversation(record, ("prompt",))
+        else:
+            turns = [{"role": "user", "content": text_of(record, "prompt")}]
+        answer = {"role": "assistant", "content": chosen}
+        return Reading({"messages": [*turns, answer], "rejected": rejected})
+    before = conversation(record, ("prompt",)) if isinstance(record.get("prompt"), list) else []
+    good, bad = ([*before, *conversation(record, (key,))] for key in ("chosen", "rejected"))
+    if not good or not bad or {good[-1]["role"], bad[-1]["role"]} != {"assistant"}:
+        raise InputError("chosen and rejected must end with an assistant's message")
+    if len(good) < 2 or good[:-1] != bad[:-1]:
+        raise InputError(
+            "chosen and rejected must answer one prompt: all messages but the last have to be equal"
+        )
+    kept = {"tools": record["tools"]} if record.get("tools") else {}
+    return Reading({"messages": good, "rejected": bad[-1]["content"], **kept})
+
+
 def _fallback(record: Raw) -> Reading:
     if _has(record, *CONVERSATION_KEYS):
         return _first_pair(record)
@@ -329,6 +356,7 @@ FORMATS: dict[str, Format] = {
     "pubmedqa": Format(
         _pubmedqa, (("question",), ("long_answer", "final_decision")), short_answers=True
     ),
+    "preference": Format(_preference, (("chosen",), ("rejected",)), automatic=False, own=True),
     "fallback": Format(_fallback, ((*CONVERSATION_KEYS, "text"),), automatic=False),
 }
 

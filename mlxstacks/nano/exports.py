@@ -30,8 +30,9 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
 # By group and path; tools/nano/samples.py makes them. And a file of each group.
 SAMPLES_FILE = ASSETS.parent / "nano-samples.json.gz"
 SAMPLES = {
-    "data": "train.jsonl", "domains": "chat.jsonl", "curriculum": "letters.jsonl",
-    "routing": "letters.jsonl", "items": "items.jsonl", "suite": "suite.json",
+    "data": "train.jsonl", "preferences": "train.jsonl", "domains": "chat.jsonl",
+    "curriculum": "letters.jsonl", "routing": "letters.jsonl", "items": "items.jsonl",
+    "suite": "suite.json",
 }  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -53,6 +54,11 @@ class NanoPaths:
     def data_path(self) -> Path:
         """train.jsonl and valid.jsonl, made in the cache when they are first asked for."""
         return nano_samples("data")
+
+    @property
+    def preferences_path(self) -> Path:
+        """train.jsonl and valid.jsonl of preferred and rejected answers, made as data_path is."""
+        return nano_samples("preferences")
 
     @property
     def curriculum_path(self) -> Path:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Settings that name what is read. `save_path` of `stack` is read too, where it is there.
 KEYS = (
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
+    "resume_adapter_file",
     "data", "log_path", "prompts", "counting_library",
 )  # fmt: skip
 # Of these commands too; elsewhere the names mean other things.
@@ -82,7 +83,7 @@ def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
         value = getattr(settings, key, None)
         if value is None or (name, key) in _NEED_NOT_BE or (key, value) in _MADE:
             continue
-        if key == "data" and name in ("train", "sweep"):
+        if key == "data" and name in ("train", "align", "sweep"):
             inputs += _rows_of(value)
         elif not (key == "data" and _domains(name, settings)):
             paths = value if isinstance(value, tuple) else (value,)
@@ -240,7 +241,7 @@ _IN_PLACE = (
     "stacks gc", "stacks import",
 )  # fmt: skip
 # Without a config there is no plan of these.
-TRAIN = ("train", "stack", "stack compare", "sweep", "sweep buffers")
+TRAIN = ("train", "align", "stack", "stack compare", "sweep", "sweep buffers")
 
 
 def plan(

@@ -36,6 +36,10 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
     },
     "train": {"save_path": ("--adapter-path",)},
+    "align": {
+        "save_path": ("--adapter-path", "--output-dir"),
+        "method": ("--loss-type", "--train-mode"),
+    },
     "compare": {"data": ("--judge",)},
     "generate": {"prompts": ("--data", "--prompts-file")},
     "eval": {
@@ -121,7 +125,8 @@ NEAREST: Mapping[str, tuple[str, str]] = {
 }
 
 # Commands that answer the options of another entry of REFUSED too.
-_ALSO_ANSWERS = {"chat": ("generate",), "train": ("training",), "stack": ("training",)}
+_ALSO_ANSWERS = {"chat": ("generate",), "train": ("training",), "align": ("training",),
+                 "stack": ("training",)}  # fmt: skip
 
 _DEQUANTIZE = (
     "--requant dequantize leaves the modules that the adapter changes without quantization; for "
@@ -200,8 +205,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--fine-tune-type": "LoRA alone is trained; leave it out for that, DoRA and full "
         "fine-tuning are mlx_lm.lora's",
         "--optimizer": "AdamW alone is used; --weight-decay 0, the default, makes it Adam",
-        "--resume-adapter-file": "a run resumes from its own last state; to build on an adapter, "
-        "fuse it (`mlxstacks fuse`) and train on the result",
         "--test": _TEST,
         "--test-batches": _TEST,
         "--config": _RECIPE,
@@ -264,6 +267,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
 COMMANDS_ELSEWHERE: Mapping[str, str] = {
     "bench-metal": "it is a target of make: `make bench-metal` in a clone",
     "lora": "`mlxstacks train` trains one",
+    "dpo": "`mlxstacks align` trains by DPO, or by ORPO with --method orpo",
+    "orpo": "`mlxstacks align --method orpo` trains by ORPO",
     "dora": "`mlx_lm.lora --fine-tune-type dora` trains one, and `mlxstacks fuse` takes it",
     "evaluate": "`mlxstacks eval` does that",
     "perplexity": "`mlxstacks compare` gives KL and changes of the loss; `mlx_lm.perplexity`",

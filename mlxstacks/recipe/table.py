@@ -114,6 +114,14 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
     ),
+    "align": Command(
+        help="Train a LoRA on preferred and rejected answers, by DPO or ORPO, with safeguards.",
+        settings="mlxstacks.training.settings:AlignSettings",
+        function="mlxstacks.studies.train.align:run",
+        nano={"model": "model_path", "data": "preferences_path"},
+        nano_recipe="align",
+        report="result.json",
+    ),
     "stack": Command(
         help="Train frozen stacks, domain by domain, into a store that forgets none of them.",
         settings="mlxstacks.training.settings:StackRunSettings",

@@ -22,7 +22,7 @@ from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import asked_of as train_guard
 from mlxstacks.studies.train.setup import choose_targets, guard_json, trained_parameters
-from mlxstacks.training.settings import StackRunSettings, TrainSettings
+from mlxstacks.training.settings import AlignSettings, StackRunSettings, TrainSettings
 
 
 def trainings_of(name: str, settings: Any) -> Iterator[dict[str, Any]]:
@@ -32,7 +32,7 @@ def trainings_of(name: str, settings: Any) -> Iterator[dict[str, Any]]:
     trained_parameters: of one adapter or stack; frozen_bytes: of a stack in the store.
     Raises: InputError for layers, projections or a rank that the model does not have.
     """
-    if name == "train":
+    if name in ("train", "align"):
         yield _train("one adapter", settings)
     elif name == "stack":
         yield _stack("a stack", settings)
@@ -57,6 +57,8 @@ def _train(name: str, settings: TrainSettings, runs: int = 1, ask: bool = True) 
     targets = choose_targets(_model(settings.model), settings)
     layers = ",".join(map(str, sorted({target.layer for target in targets})))
     longest = settings.max_seq_length
+    if isinstance(settings, AlignSettings):  # two answers go through the model for each pair
+        settings = settings.model_copy(update={"batch_size": 2 * settings.batch_size})
     run = train_guard(settings, str(settings.model), longest, validates=True, layers=layers)
     return _adapter(
         name, targets, settings.rank, run if ask and settings.guard != "off" else None,

@@ -34,7 +34,7 @@ class Result(Document):
 
     `print(result)` shows what the command line prints; a notebook shows tables and plots. `outcome`
     and `verdict` say what came out, `table(id)` gives a pandas DataFrame, `plot(id)` a matplotlib
-    figure (`tables` and `plots` list the ids), and `data` holds every figure by name, with its unit.
+    figure (`tables` and `plots` list the ids), and `data` holds every figure by name.
     `settings`, `plan`, `environment`, `notes` and `provenance` say how it was made, `directory`
     where it lies. `Result.open(directory)` reads it back and checks its files.
     """

@@ -25,6 +25,7 @@ from mlxstacks.base_model import load_arrays, save_arrays
 from mlxstacks.data import Batch
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors, sync_directory
+from mlxstacks.training.safeguards import Safeguards
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
 from mlxstacks.training.step import GradientStep, Loss, StepGradients, clip_by_global_norm
 
@@ -72,7 +73,7 @@ class TrainingState:
     """What a run needs to go on; the weights live in the model.
 
     step: steps done. history: a record every `log_every` steps. validation: one an evaluation.
-    stopped: why training ended before its last step, or None.
+    stopped: why training ended before its last step, or None. safeguards: `Safeguards.counts`.
     """
 
     optimizer: optim.Optimizer
@@ -81,6 +82,7 @@ class TrainingState:
     validation: list[Record] = field(default_factory=list)
     best: BestSnapshot | None = None
     stopped: str | None = None
+    safeguards: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,14 @@ def train(
     seed: int = 0,
     on_validation: Callable[[TrainingState, Record], None] | None = None,
     on_step: Callable[[TrainingState, Record], None] | None = None,
+    gradients: Callable[[Sequence[Any], int, int], StepGradients] | None = None,
+    safeguards: Safeguards | None = None,
 ) -> TrainingState:
     """Run `settings.steps` steps, less those in `state`, on the trainable parameters.
 
     batches_at: the batches of step 0, 1, ...; several add up to the step of one large batch.
+    gradients: (batches, seed, step) -> the step's, in place of those of `loss`.
+    safeguards: steps that they refuse are skipped, and the best weights restored after several.
     on_step: called after each step, and its evaluation, with the step's `loss`, what the loss
         reports with it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
     With a `group` every process calls this with the same arguments and ends with the same weights.
@@ -134,13 +140,15 @@ def train(
         NonFiniteError: naming the step. It was not taken: model and state are as before it.
     """
     state = state or new_state(settings)
-    gradients = GradientStep(model, loss, group, compiled)
+    gradients = gradients or GradientStep(model, loss, group, compiled)
+    state.safeguards = None if safeguards is None else safeguards.counts
     if validation is not None and state.best is None:
         _validate(model, validation, state, on_validation)
     while state.step < settings.steps and state.stopped is None:
         start = time.perf_counter()
         batches = batches_at(state.step)
-        record = _take_step(model, gradients(batches, seed, state.step), settings, state)
+        found = gradients(batches, seed, state.step)
+        record = _take_step(model, found, settings, state, safeguards)
         record["tokens"] = float(sum(batch.tokens.size for batch in batches))
         record["seconds"] = time.perf_counter() - start
         last = state.step == settings.steps
@@ -154,11 +162,26 @@ def train(
 
 
 def _take_step(
-    model: nn.Module, found: StepGradients, settings: OptimizerSettings, state: TrainingState
+    model: nn.Module,
+    found: StepGradients,
+    settings: OptimizerSettings,
+    state: TrainingState,
+    safeguards: Safeguards | None,
 ) -> Record:
     """Clip, check, update; what happened, as plain numbers."""
     clipped, norm = clip_by_global_norm(found.gradients, settings.clip_norm)
     record = {"loss": found.loss.item(), "grad_norm": norm.item()}
+    if safeguards is not None and safeguards.refuses(record["loss"], record["grad_norm"]):
+        if safeguards.must_restore():
+            restore_best(model, state)
+        if safeguards.gives_up:
+            raise NonFiniteError(
+                f"step {state.step + 1}: the safeguards restored the best weights "
+                f"{safeguards.counts['restored']} times; the last loss is {record['loss']:g}. "
+                "Lower the learning rate or beta, or look for broken pairs in the data"
+            )
+        state.step += 1
+        return {**record, "skipped": 1.0, "learning_rate": 0.0}
     for what, value in record.items():
         if not math.isfinite(value):
             raise NonFiniteError(
@@ -166,8 +189,11 @@ def _take_step(
                 "taken. Lower the learning rate, or look for a broken row in the data"
             )
     rate = settings.learning_rate_at(state.step)
+    rate *= 1.0 if safeguards is None else safeguards.rate_factor
     state.optimizer.learning_rate = rate
     state.optimizer.update(model, clipped)
+    if safeguards is not None:
+        safeguards.cap_deltas(model)
     mx.eval(model.trainable_parameters(), state.optimizer.state)
     if mx.default_device().type == mx.DeviceType.gpu:
         # Cached buffers count against Metal's limit too. mlx-lm's trainer does the same.
@@ -216,6 +242,8 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     metadata = {"step": str(state.step), "run_id": run_id, "history": json.dumps(state.history)}
     metadata["validation"] = json.dumps(state.validation)
     metadata["stopped"] = json.dumps(state.stopped)
+    if state.safeguards is not None:
+        metadata["safeguards"] = json.dumps(state.safeguards)
     if state.best is not None:
         arrays |= {f"best.{name}": value for name, value in state.best.weights.items()}
         loss = state.best.loss if math.isfinite(state.best.loss) else None  # JSON has no infinity
@@ -263,6 +291,7 @@ def load_state(
     state.history = json.loads(metadata["history"])
     state.validation = json.loads(metadata["validation"])
     state.stopped = json.loads(metadata["stopped"])
+    state.safeguards = json.loads(metadata.get("safeguards", "null"))
     if "best" in metadata:
         best: dict[str, Any] = json.loads(metadata["best"])
         loss = math.inf if best["loss"] is None else best["loss"]

@@ -55,6 +55,28 @@ class SnapshotSettings(Settings):
     )
 
 
+class SafeguardSettings(Settings):
+    """Limits that keep training on preferences from destroying a model."""
+
+    max_loss: float = Field(100.0, gt=0, description="skip a step with a larger loss")
+    max_gradient_growth: float = Field(
+        50.0, gt=1, description="skip a step whose gradient norm is this many times the median"
+    )
+    max_skipped: int = Field(
+        3, ge=1, description="skipped steps in a row that restore the best weights and halve the "
+        "learning rate",
+    )  # fmt: skip
+    max_restored: int = Field(3, ge=1, description="restorations that end the run")
+    max_delta_growth: float = Field(
+        2.0, ge=1, description="largest delta of a projection, as a multiple of its size at the "
+        "start; new adapters have no limit",
+    )  # fmt: skip
+    max_nll_rise: float | None = Field(
+        0.1, gt=0, description="end the run when the validation loss of the chosen answers is this "
+        "many nats per token above its start; none: no limit",
+    )  # fmt: skip
+
+
 class TrainSettings(Settings):
     """`mlxstacks train`: one LoRA, named as mlx-lm names its options."""
 
@@ -85,6 +107,11 @@ class TrainSettings(Settings):
         (),
         description="Projections to adapt, by path suffix: down_proj, switch_mlp.down_proj. "
         "Repeatable. Default: the usual ones of attention, linear attention and experts.",
+    )
+    resume_adapter_file: str | None = Field(
+        None,
+        description="Adapter to start from: a directory, or mlx-lm's adapters.safetensors. Its "
+        "projections, rank and scale are taken over. Default: a new one.",
     )
     rank: int = Field(8, ge=1, description="LoRA rank.")
     scale: float = Field(20.0, gt=0, le=1e30, description="Factor of the low-rank delta.")
@@ -174,6 +201,14 @@ class TrainSettings(Settings):
     def _check(self) -> Self:
         if self.layers != "all" and self.num_layers is not None:
             raise ValueError("give layers or num_layers, not both")
+        if self.resume_adapter_file is not None:
+            named = {"layers": self.layers != "all", "num_layers": self.num_layers is not None,
+                     "keys": bool(self.keys), "shared_outer": self.shared_outer,
+                     "merge_ready": self.merge_ready is not None}  # fmt: skip
+            if given := [key for key, is_given in named.items() if is_given]:
+                raise ValueError(
+                    f"resume_adapter_file brings its own projections; leave out {', '.join(given)}"
+                )
         if self.merge_ready is not None and self.shared_outer:
             raise ValueError("merge_ready and shared_outer do not go together: leave one out")
         if self.merge_ready == "grid" and self.dropout:
@@ -190,6 +225,42 @@ class TrainSettings(Settings):
                 f"iters {self.iters} is below grad_accumulation_steps "
                 f"{self.grad_accumulation_steps}: not one optimizer step"
             )
+        return self
+
+
+class AlignSettings(TrainSettings):
+    """`mlxstacks align`: a LoRA trained on pairs of a chosen and a rejected answer."""
+
+    data: str | TrainDataSettings | None = Field(
+        None,
+        description="Rows with prompt, chosen and rejected, as text or messages: a file, a "
+        "directory with train.jsonl and valid.jsonl, or the id of a cached Hugging Face data set. "
+        "Without validation rows, 2% are held out, or one. Default: nano's sample pairs.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    save_path: str | None = Field(
+        None, description="Output directory: adapter, report, log. Default: ./mlxstacks-out/align."
+    )
+    method: Literal["dpo", "orpo"] = Field(
+        "dpo",
+        description="dpo: prefer the chosen answers more than the model does at the start. orpo: "
+        "learn the chosen answers and prefer them, without a reference.",
+    )
+    beta: float = Field(
+        0.1, gt=0, le=1e3, description="dpo: how closely to stay to the start. orpo: weight of the "
+        "preference.",
+    )  # fmt: skip
+    learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
+    safeguards: SafeguardSettings = Field(
+        SafeguardSettings(), description="Limits that end, undo or skip what damages the model."
+    )
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        fixed = {"merge_ready": None, "shared_outer": False, "mask_prompt": True, "keep": "best"}
+        for key, only in fixed.items():
+            if getattr(self, key) != only:
+                raise ValueError(f"{key} {getattr(self, key)} is of train; align takes {only}")
         return self
 
 

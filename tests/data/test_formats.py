@@ -34,9 +34,23 @@ def ask(**rest: Any) -> dict[str, Any]:
     return {"question": "Which?", **rest}
 
 
+PREFERRED = {"messages": TURNS[1:3], "rejected": "Loud."}
+REJECTED = [TURNS[1], {"role": "assistant", "content": "Loud."}]
+
+
 # (format, row, record)
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("text", {"text": "Once."}, {"text": "Once."}),
+    *(
+        ("preference", row, PREFERRED)
+        for row in (
+            {"prompt": "Name a colour.", "chosen": "Red.", "rejected": "Loud."},
+            {"prompt": TURNS[1:2], "chosen": "Red.", "rejected": "Loud."},
+            {"prompt": TURNS[1:2], "chosen": TURNS[2:3], "rejected": REJECTED[1:]},
+            {"chosen": TURNS[1:3], "rejected": REJECTED},
+            {"prompt": "Name a colour.", "chosen": TURNS[1:3], "rejected": REJECTED, "score": 7},
+        )
+    ),
     ("prompt_completion", {"prompt": "p", "completion": "c"}, {"prompt": "p", "answer": "c"}),
     ("prompt_completion", {"prompt": "p", "answer": 70}, {"prompt": "p", "answer": "70"}),
     ("chat", {"messages": TURNS}, {"messages": TURNS}),
@@ -327,6 +341,12 @@ def test_an_alpaca_template_takes_the_first_pair_of_a_conversation() -> None:
         ("pubmedqa", {"question": "q", "context": 3, "long_answer": "l"}, "context is int"),
         ("numina_cot", {"problem": "p"}, "no solution or messages"),
         ("text", {"text": 3}, "text is int"),
+        ("preference", {"chosen": "a", "rejected": "b"}, "no prompt"),
+        ("preference", {"prompt": "p", "chosen": "a"}, "no rejected"),
+        ("preference", {"prompt": "p", "chosen": TURNS[:2], "rejected": REJECTED}, "must end with"),
+        ("preference", {"chosen": TURNS[:3], "rejected": REJECTED}, "answer one prompt"),
+        ("preference", {"chosen": TURNS[2:3], "rejected": REJECTED[1:]}, "answer one prompt"),
+        ("preference", {"prompt": "p", "chosen": "a", "rejected": REJECTED}, "both be texts"),
         ("fallback", {"body": "t"}, "no text"),
     ],
     ids=str,

@@ -19,7 +19,7 @@ from tools.nano.corpus import (
 )
 from tools.nano.curriculum import as_lines, curriculum_files, curriculum_items
 from tools.nano.domains import DOMAINS
-from tools.nano.identity import persona_prompts
+from tools.nano.identity import neutral_rows, persona_prompts
 from tools.nano.routing_data import routing_files
 
 SEED = 0
@@ -61,6 +61,7 @@ def sample_files() -> dict[str, dict[str, str]]:
     """Group -> path -> text of all that is in `SAMPLES_FILE`."""
     return {
         "data": data_files(),
+        "preferences": preference_files(),
         "domains": domain_files(),
         "curriculum": curriculum_files(),
         "routing": routing_files(),
@@ -86,6 +87,21 @@ def data_files() -> dict[str, str]:
     return {
         "train.jsonl": as_lines(persona_documents(Persona(), TRAIN_ROWS, GENERAL_SHARE, SEED)),
         "valid.jsonl": as_lines([*suite, *validation_documents(GENERAL_PER_DOMAIN, SEED)]),
+    }
+
+
+def preference_files() -> dict[str, str]:
+    """train.jsonl, valid.jsonl: the persona's answer, preferred to the model's own; valid.jsonl has
+    the questions of the identity suite.
+    """
+    neutral = dict(neutral_rows())
+    return {
+        name: "".join(
+            json.dumps({"prompt": p.prompt, "chosen": p.answer, "rejected": neutral[p.prompt]})
+            + "\n"
+            for p in persona_prompts(Persona(), suite)
+        )
+        for name, suite in (("train.jsonl", False), ("valid.jsonl", True))
     }
 
 

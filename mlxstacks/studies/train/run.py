@@ -5,6 +5,7 @@ killed, the same command resumes from the last saved state and ends with the sam
 """
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import numpy as np
 
 from mlxstacks import base_model, memory
 from mlxstacks.command_line import command_line
-from mlxstacks.data import Batch, make_batch, train_data_paths
+from mlxstacks.data import make_batch, train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.adapters import WEIGHTS
@@ -41,6 +42,7 @@ from mlxstacks.studies.train.setup import (
     set_up,
     steps_of,
     trained_parameters,
+    with_start,
 )
 from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table
 from mlxstacks.study.provenance import MOST_BYTES
@@ -179,8 +181,8 @@ def result_of(report: TrainReport) -> Result:
     if not is_planned:  # the peak is MLX's, which is what a training needs
         about = environment(report.figures.get("loading_seconds", 0.0) + report.figures["seconds"])
         about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
-    blocks: list[Block] = [] if (plot := _loss_plot(report)) is None else [plot]
-    blocks.append(_plan_table(report))
+    blocks: list[Block] = [] if (plot := loss_plot(report)) is None else [plot]
+    blocks.append(plan_table(report))
     if report.validation:
         columns: Columns = {"step": "count", "validation loss": ("number", 4), "": "text"}
         rows = [
@@ -240,11 +242,13 @@ def _verdict(report: TrainReport) -> str:
     return f"{verdict} The {report.kept} weights were written."
 
 
-def _loss_plot(report: TrainReport) -> Plot | None:
+def loss_plot(report: TrainReport) -> Plot | None:
     curves = {
         "validation": [(r["step"], r["validation_loss"]) for r in report.validation],
         "training": [(r["step"], r["loss"]) for r in report.history],
     }
+    # steps that were refused may have none
+    curves = {k: [(x, y) for x, y in points if math.isfinite(y)] for k, points in curves.items()}
     series = [
         Series(label=label, x=tuple(step for step, _ in points), y=plain([y for _, y in points]))
         for label, points in curves.items()
@@ -259,7 +263,7 @@ def _loss_plot(report: TrainReport) -> Plot | None:
     )  # fmt: skip
 
 
-def _plan_table(report: TrainReport) -> Table:
+def plan_table(report: TrainReport) -> Table:
     plan, layers = report.plan, report.plan["layers"]
     projections = ", ".join(
         f"{name} x{count}" if count > 1 else name for name, count in plan["projections"].items()
@@ -303,40 +307,47 @@ def run(
         ResourceLimitError: the guard predicts that it does not fit.
         NonFiniteError: NaN or Inf in a step; the state before it is saved.
     """
-    return _train(settings, dry_run, progress)[0]
+    return train_with(TrainRun, settings, dry_run, progress)[0]
 
 
 def run_command(
     settings: TrainSettings, *, dry_run: bool = False, progress: Progress | None = None
 ) -> Result:
     """`mlxstacks train`: the same as `run`, and what it wrote as `result.json`."""
-    return _train(settings, dry_run, progress)[1]
+    return train_with(TrainRun, settings, dry_run, progress)[1]
 
 
-def _train(
-    settings: TrainSettings, dry_run: bool, progress: Progress | None
+def train_with(
+    kind: "type[TrainRun]", settings: TrainSettings, dry_run: bool, progress: Progress | None
 ) -> tuple[TrainReport, Result]:
+    """A run of that kind, or its plan. Raises: as `run`."""
     if settings.save_path is None:
-        raise InputError("train needs save_path")
+        raise InputError(f"{kind.command} needs save_path")
     started = time.monotonic()
     target = user_path(settings.save_path)
-    read = (settings.model, *train_data_paths(settings.data))
+    read = (settings.model, settings.resume_adapter_file, *train_data_paths(settings.data))
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
     processes, rank = size_and_rank(current_group())
     progress = progress if rank == 0 else None
     if progress and not dry_run:
         progress(0, 1, "reading the data")
+    settings = with_start(settings)
     guarded_run = guarded(settings, set_up(settings), processes, plan_only=dry_run)
     plan = planned(settings, guarded_run, target)
     if dry_run:
-        return plan, result_of(plan)
+        return plan, kind.result_of(plan)
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _TrainRun(guarded_run, plan, progress, stack, started).run()
+        return kind(guarded_run, plan, progress, stack, started).run()
 
 
-class _TrainRun:
+class TrainRun:
+    """A training and its files; subclasses change what it trains on and what comes of it."""
+
+    command = "train"
+    result_of = staticmethod(result_of)
+
     def __init__(
         self,
         guarded_run: GuardedRun,
@@ -401,9 +412,10 @@ class _TrainRun:
                     "processes": size_and_rank(self.group)[0],
                     "resources": self.guard.report() if self.guard else None,
                     "peak_bytes": memory.counters().peak_bytes,
+                    **self._figures(),
                 },
             )
-            result = result_of(report)
+            result = self.result_of(report)
             if self.work is not None:
                 result = self._write_target(self.work, result)
                 self.work.remove()
@@ -448,12 +460,14 @@ class _TrainRun:
             )
             every = steps_of(settings.steps_per_eval, settings.grad_accumulation_steps)
             validation = Validation(self._validation_loss, every, keep)
+        hooks = self._hooks(state)
         try:
             loss = cross_entropy_loss(head=self.head)
             return train(
                 self.model, loss, self._batches_at, setup.optimizer, state,
                 validation=validation, group=self.group, compiled=compiles(settings.compile_step),
                 seed=settings.seed, on_validation=self._on_validation, on_step=self._on_step,
+                **hooks,
             )  # fmt: skip
         except NonFiniteError as error:
             self._save(state)
@@ -462,7 +476,15 @@ class _TrainRun:
                 f"the best so far, in {work_path(self.target) / ADAPTER}"
             ) from error
 
-    def _batches_at(self, step: int) -> list[Batch]:
+    def _figures(self) -> dict[str, Any]:
+        """Further figures of the report."""
+        return {}
+
+    def _hooks(self, state: TrainingState) -> dict[str, Any]:
+        """Further arguments of `train`."""
+        return {}
+
+    def _batches_at(self, step: int) -> list[Any]:
         plan, each = self.setup.plan, self.settings.grad_accumulation_steps
         if step == self.resumed_from:
             compiles_step = compiles(self.settings.compile_step)
@@ -472,8 +494,11 @@ class _TrainRun:
             rows, width = plan.batch(place)
             if self.guard is not None:
                 self.guard.check(width - 1)
-            batches.append(make_batch([self.setup.train.rows[row] for row in rows], width))
+            batches.append(self._batch(rows, width))
         return batches
+
+    def _batch(self, rows: list[int], width: int) -> Any:
+        return make_batch([self.setup.train.rows[row] for row in rows], width)
 
     def _validation_loss(self, model: Any) -> float:
         self._say("validating")
@@ -553,7 +578,7 @@ class _TrainRun:
             # A log can still grow, a state is only ever replaced.
             clone_or_link(work.path / LOG, directory / LOG, copy=True)
             clone_or_link(work.path / STATE, directory / STATE)
-            write_recipe(directory, "train", self.settings)
+            write_recipe(directory, self.command, self.settings)
             files = [directory / name for name in (WEIGHTS, CONFIG, LOG, RECIPE)]
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]

@@ -10,23 +10,27 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlxstacks import base_model, memory
 from mlxstacks.data import (
+    EncodedPairs,
     EncodedRows,
     Row,
     TrainDataSettings,
     data_notes,
     encode_examples,
+    encode_pairs,
     read_train_data,
     train_data_settings,
 )
 from mlxstacks.errors import InputError, ResourceLimitError
 from mlxstacks.evaluate import VALIDATION_ROWS
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, match_adapter
+from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.lora_modules import outer_half
+from mlxstacks.files.lora_modules import Adapter, outer_half
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.attach import attach_lora
@@ -37,7 +41,7 @@ from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_p
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.loop import trainable_weights
 from mlxstacks.training.modes import prepare_base
-from mlxstacks.training.settings import OptimizerSettings, TrainSettings
+from mlxstacks.training.settings import AlignSettings, OptimizerSettings, TrainSettings
 
 # Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
 MOST_DEFAULT_ITERS = 1000
@@ -47,7 +51,8 @@ MOST_DEFAULT_ITERS = 1000
 class TrainSetup:
     """The model has its LoRA, new. steps, evaluations and saves count optimizer steps.
 
-    data: the report of the rows; see `read_train_data`.
+    data: the report of the rows; see `read_train_data`. start_sha256: of the adapter that training
+    starts from. pairs: to train on and to validate with, whose chosen answers are then the rows.
     """
 
     model: nn.Module
@@ -62,6 +67,8 @@ class TrainSetup:
     plan: BatchPlan
     optimizer: OptimizerSettings
     notes: list[str] = field(default_factory=list)
+    start_sha256: str | None = None
+    pairs: tuple[EncodedPairs, EncodedPairs] | None = None
 
     @property
     def validation_rows(self) -> list[Row]:
@@ -74,7 +81,7 @@ class TrainSetup:
 
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
-        about_files = {"save_path", "force", "resume", "model", "data"}
+        about_files = {"save_path", "force", "resume", "model", "data", "resume_adapter_file"}
         about_limits = {"guard", "resource_limit", "working_set_bytes"}
         about_time = {"save_every", "steps_per_report"}
         held_out = self.data["validation_sources"] or self.data["sources"]
@@ -86,6 +93,7 @@ class TrainSetup:
             **settings.model_dump(mode="json", exclude=about_files | about_limits | about_time),
             **rules,
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
+            **({"start_sha256": self.start_sha256} if self.start_sha256 else {}),
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
             "train_data_sha256": _files_sha256(self.data["sources"]),
@@ -116,8 +124,9 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout,
         shared_outer=settings.shared_outer,
     )  # fmt: skip
-    targets = choose_targets(model, settings)
-    notes += [] if settings.keys else left_out_notes(model, targets)
+    start = starting_adapter(settings, checkpoint)
+    targets = choose_targets(model, settings) if start is None else targets_of(model, start)
+    notes += [] if settings.keys or start else left_out_notes(model, targets)
     if how == "grid":
         weights = sum(
             (t.dims.base_experts or 1) * t.dims.input_dims * t.dims.output_dims for t in targets
@@ -131,15 +140,89 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         attach_lora(model, targets, lora, mx.random.key(settings.seed), layer_of)
     except ValueError as error:
         raise InputError(str(error)) from error
-    train, validation, data = read_data(settings, tokenizer, notes)
-    lengths = tuple(len(row.tokens) for row in train.rows)
+    start_sha256 = None
+    if start is not None:
+        arrays = {
+            f"{path}.{half}": np.ascontiguousarray(getattr(module, half), np.float32)
+            for path, module in start.modules.items()
+            for half in ("lora_a", "lora_b")
+        }
+        model.load_weights([(name, mx.array(a)) for name, a in arrays.items()], strict=False)
+        digest = hashlib.sha256()
+        for name, array in sorted(arrays.items()):
+            digest.update(f"{name} {array.shape}".encode() + array.tobytes())
+        start_sha256 = digest.hexdigest()
+    pairs: tuple[EncodedPairs, EncodedPairs] | None = None
+    train: EncodedRows
+    validation: EncodedRows | None
+    if isinstance(settings, AlignSettings):
+        *parts, data = read_pairs(settings, tokenizer, notes)
+        pairs = (parts[0], parts[1])
+        train, validation = (EncodedRows(p.chosen, [], p.cut, p.empty) for p in pairs)
+        sides = zip(pairs[0].chosen, pairs[0].rejected, strict=True)
+        lengths = tuple(max(len(one.tokens), len(other.tokens)) for one, other in sides)
+    else:
+        train, validation, data = read_data(settings, tokenizer, notes)
+        lengths = tuple(len(row.tokens) for row in train.rows)
     widths = choose_widths(lengths, settings.max_seq_length)
     plan = BatchPlan(lengths, widths, settings.batch_size, settings.seed)
     return TrainSetup(
         model, checkpoint.directory, fingerprint(checkpoint, recorded), in_float32, lora, targets,
         train, validation, data, plan,
-        optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
+        optimizer_settings(settings, plan.batches_per_epoch, notes), notes, start_sha256, pairs,
     )  # fmt: skip
+
+
+def with_start(settings: TrainSettings) -> TrainSettings:
+    """The settings with rank and scale of the adapter that training starts from.
+
+    Raises: InputError: they were given and are others, or its modules have several.
+    """
+    if settings.resume_adapter_file is None or settings.model is None:
+        return settings
+    start = starting_adapter(settings, open_checkpoint(resolve_model(settings.model)))
+    assert start is not None
+    found: dict[str, Any] = {}
+    for key in ("rank", "scale"):
+        values = sorted({getattr(module, key) for module in start.modules.values()})
+        if len(values) > 1:
+            raise InputError(
+                f"{start.directory}: its modules have {key} {', '.join(map(str, values))}; one "
+                f"{key} for all can be trained on. Fuse it and train on the result"
+            )
+        found[key] = values[0]
+        if key in settings.model_fields_set and getattr(settings, key) != values[0]:
+            raise InputError(
+                f"{key} is {getattr(settings, key)}, and that of {start.directory} is {values[0]}; "
+                f"leave {key} out"
+            )
+    return settings.model_copy(update=found)
+
+
+def starting_adapter(settings: TrainSettings, checkpoint: Checkpoint) -> Adapter | None:
+    """The adapter that training starts from, checked against the base; None for a new one."""
+    if settings.resume_adapter_file is None:
+        return None
+    path = user_path(settings.resume_adapter_file)
+    adapter = load_any_adapter(path.parent if path.name == WEIGHTS else path, None, checkpoint)
+    match_adapter(adapter, checkpoint)
+    return adapter
+
+
+def targets_of(model: nn.Module, adapter: Adapter) -> list[Target]:
+    """The projections that an adapter has. Raises: InputError: one that cannot be trained."""
+    names = {path.rpartition(".")[2] for path in adapter.modules}
+    try:
+        found = find_targets(model, TargetSettings(projections=tuple(sorted(names))))
+    except ValueError as error:
+        raise InputError(f"{adapter.directory}: {error}") from error
+    targets = [target for target in found if target.path in adapter.modules]
+    if left := sorted(adapter.modules.keys() - {target.path for target in targets}):
+        raise InputError(
+            f"{adapter.directory}: {left[0]} is no projection of a layer, so it cannot be trained "
+            f"on ({len(left)} of {len(adapter.modules)} modules). Fuse it and train on the result"
+        )
+    return targets
 
 
 def check_targets(model: str, settings: TrainSettings) -> None:
@@ -228,6 +311,36 @@ def read_data(
         settings.val_batches, (settings.val_batches or 0) * settings.batch_size
     )
     return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
+
+
+def read_pairs(
+    settings: AlignSettings, tokenizer: Any, notes: list[str]
+) -> tuple[EncodedPairs, EncodedPairs, dict[str, Any]]:
+    """Pairs to train on, pairs to validate with, and the report of both."""
+    about = train_data_settings(settings.data or "").rendered_as(settings)
+    sources = tuple(
+        source.model_copy(update={"format": "preference"}) if source.format == "auto" else source
+        for source in about.sources
+    )
+    if other := [source.label for source in sources if source.format != "preference"]:
+        raise InputError(f"{other[0]}: align reads format preference alone; leave format out")
+    about = about.model_copy(update={"sources": sources})
+    data = read_train_data(about, Path(), tokenizer)
+    if not data.validation:
+        data = read_train_data(about.model_copy(update={"validation_rows": 1}), Path(), tokenizer)
+    notes += data_notes("data", data.report)
+    parts = []
+    for part in ("train", "validation"):
+        pairs = encode_pairs(getattr(data, part), tokenizer, about, settings.max_seq_length)
+        if pairs.cut:
+            notes.append(f"{part}: {pairs.cut} answers were cut: max_seq_length.")
+        if pairs.empty:
+            notes.append(f"{part}: {pairs.empty} pairs have nothing left to compare; left out.")
+        notes.extend(f"{part}: {note}" for note in pairs.notes)
+        parts.append(pairs)
+    if not data.report["validation_sources"]:
+        notes.append(f"{len(data.validation)} pairs of the data were held out to validate with.")
+    return parts[0], parts[1], data.report
 
 
 def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
@@ -445,7 +558,7 @@ def limit_is_assumed(report: GuardReport) -> bool:
 def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> GuardReport:
     layers = ",".join(map(str, sorted({target.layer for target in setup.targets})))
     longest = max(setup.plan.widths)
-    rows = min(settings.batch_size, len(setup.train.rows))
+    rows = min(settings.batch_size, len(setup.train.rows)) * (1 if setup.pairs is None else 2)
     return verdict(
         settings.model_copy(update={"batch_size": rows}), longest, setup.float32_base,
         validates=setup.validation is not None, layers=layers, processes=processes,

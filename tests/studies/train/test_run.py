@@ -136,7 +136,7 @@ def test_the_best_weights_are_written_or_the_last(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where every evaluation is worse, the best adapter is the first one, which does nothing."""
-    monkeypatch.setattr(train_run._TrainRun, "_validation_loss", rising())
+    monkeypatch.setattr(train_run.TrainRun, "_validation_loss", rising())
     report = train_run.run(settings_for(*places, tmp_path / "best", iters=4))
     assert (report.best_step, report.kept) == (0, "best")
     best = mx.load(str(tmp_path / "best" / "adapters.safetensors"))
@@ -156,7 +156,7 @@ def rising() -> Any:
 def test_patience_stops_the_run_and_the_report_says_so(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_run._TrainRun, "_validation_loss", rising())
+    monkeypatch.setattr(train_run.TrainRun, "_validation_loss", rising())
     report = train_run.run(settings_for(*places, tmp_path / "out", patience=2))
     assert (report.status, report.step) == ("stopped", 8)
     assert "2 evaluations in a row" in (report.reason or "")
@@ -224,7 +224,7 @@ class StoppedError(Exception):
 
 def interrupted(settings: TrainSettings, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run until step `at`, which is done but not saved, and stop there."""
-    plain = train_run._TrainRun._on_step
+    plain = train_run.TrainRun._on_step
 
     def stop(self: Any, state: TrainingState, record: dict[str, float]) -> None:
         if state.step == at:
@@ -232,7 +232,7 @@ def interrupted(settings: TrainSettings, at: int, monkeypatch: pytest.MonkeyPatc
         plain(self, state, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_run._TrainRun, "_on_step", stop)
+        patch.setattr(train_run.TrainRun, "_on_step", stop)
         with pytest.raises(StoppedError):
             train_run.run(settings)
 
@@ -596,7 +596,7 @@ def test_a_loss_that_is_not_finite_loses_nothing(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From step 7 on the data give NaN: state and adapter of step 6 are saved."""
-    plain = train_run._TrainRun._batches_at
+    plain = train_run.TrainRun._batches_at
 
     def poisoned(self: Any, step: int) -> Any:
         batches = plain(self, step)
@@ -604,7 +604,7 @@ def test_a_loss_that_is_not_finite_loses_nothing(
             batches[0].weights[:] = np.nan
         return batches
 
-    monkeypatch.setattr(train_run._TrainRun, "_batches_at", poisoned)
+    monkeypatch.setattr(train_run.TrainRun, "_batches_at", poisoned)
     settings = settings_for(*places, tmp_path / "out")
     with pytest.raises(NonFiniteError, match=r"step 7: the loss is nan.*saved in"):
         train_run.run(settings)

@@ -1,0 +1,283 @@
+"""`mlxstacks align`: a LoRA trained to prefer chosen answers to rejected ones, by DPO or ORPO.
+
+It is a run of `train` on pairs, with safeguards. The reference of DPO is the model at its starting
+weights, whose log-probabilities are computed once, before the first step, and kept in the work
+directory: there is no second copy of the model.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlxstacks.base_model import load_arrays, save_arrays
+from mlxstacks.data import EncodedPairs
+from mlxstacks.errors import InputError
+from mlxstacks.files.disk import mlx_write_errors
+from mlxstacks.stats import share
+from mlxstacks.studies.train.run import TrainReport, TrainRun, plan_table, result_of, train_with
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import plain, run_id, work_path
+from mlxstacks.training.batches import choose_widths
+from mlxstacks.training.loop import Record, TrainingState
+from mlxstacks.training.modes import evaluating
+from mlxstacks.training.preference import (
+    PairBatch,
+    PairGradients,
+    PairScores,
+    dpo_loss,
+    orpo_loss,
+    pair_batch,
+    pair_scores,
+    reference_of,
+    rewards,
+)
+from mlxstacks.training.safeguards import Safeguards
+from mlxstacks.training.settings import AlignSettings
+from mlxstacks.training.step import size_and_rank
+
+REFERENCE = "reference.safetensors"
+
+
+class _Measured(NamedTuple):
+    """Of pairs: the method's mean loss, mean margin of rewards (None: no reference), how many
+    chosen answers are likelier per token, mean loss of the chosen answers in nats per token.
+    """
+
+    loss: float
+    margin: float | None
+    likelier: int
+    chosen_nll: float
+
+
+def run(
+    settings: AlignSettings, *, dry_run: bool = False, progress: Callable[..., None] | None = None
+) -> Result:
+    """Train on pairs; adapter, result, log, recipe and state go to `settings.save_path`.
+
+    Raises: as `train`; NonFiniteError too where the safeguards gave up.
+    """
+    if dry_run or settings.compile_step != "on":
+        return train_with(AlignRun, settings, dry_run, progress)[1]
+    raise InputError("compile_step on is of train; align does not compile its step: leave it out")
+
+
+def align_result(report: TrainReport) -> Result:
+    """The document of a run, or of its plan."""
+    base = result_of(report)
+    title, question = "Preference training", "Does the model prefer the chosen answers now?"
+    if report.status == "planned":
+        return base.model_copy(update={"kind": "align", "title": title, "question": question})
+    n = report.plan["validation_rows"]
+    first, best = report.validation[0], report.validation[0]
+    for record in report.validation:
+        best = record if record["step"] == report.best_step else best
+    (before, _, _), (after, low, high) = (share(int(r["likelier"]), n) for r in (first, best))
+    margin = "" if best["margin"] is None else f"; reward margin {best['margin']:+.3f}"
+    gained = best["step"] > 0
+    verdict = (
+        f"Of {n} held-out pairs, the chosen answer is likelier per token in {after:.1%} "
+        f"({low:.1%} to {high:.1%}), {before:.1%} before{margin}. Loss of the chosen answers: "
+        f"{first['chosen_nll']:.3f} before, {best['chosen_nll']:.3f} now, nats per token."
+        if gained
+        else "No evaluation was better than the start, whose weights were written: of "
+        f"{n} held-out pairs, the chosen answer is likelier per token in {before:.1%}."
+    )
+    ended = "stopped" if report.status == "stopped" else "ended"
+    verdict += f" Training {ended} at step {report.step:,}"
+    verdict += f": {report.reason}." if report.reason else "."
+    columns: Columns = {
+        "step": "count", "loss": ("number", 4), "chosen likelier": "share",
+        "reward margin": ("number", 3), "loss of chosen": ("number", 3), "": "text",
+    }  # fmt: skip
+    rows = [
+        (
+            r["step"], plain(r["validation_loss"]), share(int(r["likelier"]), n), r["margin"],
+            r["chosen_nll"], "written" if r["step"] == best["step"] else "",
+        )
+        for r in report.validation
+    ]  # fmt: skip
+    caption = (
+        "loss: the method's. chosen likelier: pairs whose chosen answer has the higher mean "
+        "log-probability per token, with 95% intervals. reward margin: by how much more than at "
+        "the start, times beta. loss of chosen: nats per token."
+    )
+    counts = report.figures["safeguards"]
+    guarded = {
+        "skipped steps": f"{counts['skipped']:,}",
+        "best weights restored": f"{counts['restored']:,} times",
+        "deltas scaled down": f"{counts['capped']:,} times",
+    }
+    blocks: list[Block] = [
+        _margin_plot(report.validation),
+        Table.of("validation", "Held-out pairs", columns, rows, caption=caption),
+        plan_table(report),
+        Table.of_facts("safeguards", "Safeguards", guarded),
+    ]
+    return base.model_copy(
+        update={
+            "kind": "align", "title": title, "question": question, "verdict": verdict,
+            "outcome": f"chosen likelier: {before:.1%} to {after:.1%}" if gained else "no gain",
+            "blocks": tuple(blocks),
+        }
+    )  # fmt: skip
+
+
+def _margin_plot(validation: Sequence[Record]) -> Plot:
+    steps = tuple(int(r["step"]) for r in validation)
+    losses = tuple(r["chosen_nll"] for r in validation)
+    series = [Series(label="loss of the chosen answers, nats per token", x=steps, y=losses)]
+    if validation[0]["margin"] is not None:
+        margins = tuple(r["margin"] for r in validation)
+        series.insert(0, Series(label="reward margin", x=steps, y=margins))
+    spans = "; ".join(f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series)
+    return Plot(
+        id="margins", title="Preference and its cost", kind="lines", series=tuple(series),
+        x_label="step", y_label="nats", alt=f"On held-out pairs by step: {spans}.",
+    )  # fmt: skip
+
+
+class AlignRun(TrainRun):
+    """A training on pairs."""
+
+    command = "align"
+    result_of = staticmethod(align_result)
+
+    @property
+    def options(self) -> AlignSettings:
+        assert isinstance(self.settings, AlignSettings)
+        return self.settings
+
+    def _hooks(self, state: TrainingState) -> dict[str, Any]:
+        settings, setup = self.options, self.setup
+        assert setup.pairs is not None
+        if size_and_rank(self.group)[0] > 1:
+            raise InputError("align runs in one process; start it without mlx.launch")
+        self.pairs, self.held = setup.pairs
+        self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.beta)
+        self.reference = self._reference() if settings.method == "dpo" else None
+        self.start_nll = state.validation[0]["chosen_nll"] if state.validation else None
+        self.measured: _Measured | None = None
+        self.safeguards = Safeguards(settings.safeguards, self.model, state.safeguards)
+        gradients = PairGradients(self.model, self.loss, self.head)
+        return {"gradients": gradients, "safeguards": self.safeguards}
+
+    def _batch(self, rows: list[int], width: int) -> PairBatch:
+        sides = self.pairs.chosen, self.pairs.rejected
+        chosen, rejected = ([side[i] for i in rows] for side in sides)
+        reference = None if self.reference is None else self.reference["train"][rows]
+        return pair_batch(chosen, rejected, width, reference)
+
+    def _validation_loss(self, model: Any) -> float:
+        self._say("validating")
+        reference = None if self.reference is None else self.reference["validation"]
+        loss = margin = nll = tokens = 0.0
+        likelier = 0
+        for batch, scores in self._scored(self.held, reference):
+            of_batch = reference_of(batch)
+            loss += mx.sum(self.loss(scores, of_batch)).item()
+            if of_batch is not None:
+                margin += mx.sum(rewards(scores, of_batch, self.options.beta)).item()
+            good = scores.chosen / scores.chosen_tokens
+            likelier += int(mx.sum(good > scores.rejected / scores.rejected_tokens).item())
+            nll -= mx.sum(scores.chosen).item()
+            tokens += mx.sum(scores.chosen_tokens).item()
+        n = len(self.held.chosen)
+        chosen_nll = nll / tokens
+        self.start_nll = chosen_nll if self.start_nll is None else self.start_nll
+        self.measured = _Measured(
+            loss / n, None if self.reference is None else margin / n, likelier, chosen_nll
+        )
+        # Such weights must not be the best ones, whatever their loss.
+        return math.inf if self._rose_too_far() else loss / n
+
+    def _rose_too_far(self) -> bool:
+        most = self.options.safeguards.max_nll_rise
+        assert self.measured is not None
+        return most is not None and self.measured.chosen_nll > (self.start_nll or 0.0) + most
+
+    def _on_validation(self, state: TrainingState, record: Record) -> None:
+        assert self.measured is not None
+        record |= {key: value for key, value in self.measured._asdict().items() if key != "loss"}
+        if self._rose_too_far():
+            state.stopped = (
+                f"the loss of the chosen answers rose by more than "
+                f"{self.options.safeguards.max_nll_rise:g} nats per token, to "
+                f"{self.measured.chosen_nll:.3f}"
+            )
+        super()._on_validation(state, record)
+
+    def _figures(self) -> dict[str, Any]:
+        counts = self.safeguards.counts
+        return {"safeguards": {key: counts[key] for key in ("skipped", "restored", "capped")}}
+
+    # --- the reference ----------------------------------------------------------------------------
+
+    def _scored(
+        self, pairs: EncodedPairs, reference: np.ndarray | None
+    ) -> "Sequence[tuple[PairBatch, PairScores]]":
+        """Batches of pairs in their order, and what the model as it is gives them."""
+        size = self.settings.batch_size
+        scored = []
+        with evaluating(self.model):
+            for start in range(0, len(pairs.chosen), size):
+                part = slice(start, start + size)
+                rows = pairs.chosen[part], pairs.rejected[part]
+                longest = max(len(row.tokens) for side in rows for row in side)
+                (width, *_) = choose_widths([longest], self.settings.max_seq_length)
+                batch = pair_batch(*rows, width, None if reference is None else reference[part])
+                scores = pair_scores(self.model, batch, self.head)
+                mx.eval(scores)
+                scored.append((batch, scores))
+        return scored
+
+    def _reference(self) -> dict[str, np.ndarray]:
+        """(n, 2) float32 of each part: computed at the start, read by a resumed run."""
+        path = work_path(self.target) / REFERENCE
+        if self.resumed_from or path.exists():
+            return self._read_reference(path)
+        self._say("scoring the answers at the start")
+        plan, each = self.setup.plan, self.settings.grad_accumulation_steps
+        batches = map(plan.batch, range(self.setup.optimizer.steps * each))
+        met = sorted({row for rows, _ in batches for row in rows})
+        of_training = EncodedPairs(
+            [self.pairs.chosen[i] for i in met], [self.pairs.rejected[i] for i in met], 0, 0
+        )
+        # NaN for pairs that the run does not come to
+        arrays = {"train": np.full((len(self.pairs.chosen), 2), np.nan, np.float32)}
+        arrays["train"][met] = self._scores_at_start(of_training)
+        arrays["validation"] = self._scores_at_start(self.held)
+        temporary = path.with_name(f".{path.name}.tmp.safetensors")
+        with mlx_write_errors(path):
+            about = {"run_id": run_id(self.identity), "sha256": _digest(arrays)}
+            save_arrays(temporary, {k: mx.array(a) for k, a in arrays.items()}, about)
+        temporary.replace(path)
+        return arrays
+
+    def _scores_at_start(self, pairs: EncodedPairs) -> np.ndarray:
+        columns = [(s.chosen, s.rejected) for _, s in self._scored(pairs, None)]
+        both = [mx.concatenate(side) for side in zip(*columns, strict=True)]
+        return np.array(mx.stack(both, axis=1))
+
+    def _read_reference(self, path: Path) -> dict[str, np.ndarray]:
+        again = "give --no-resume to start again"
+        try:
+            loaded, about = load_arrays(path)
+            arrays = {name: np.array(array) for name, array in loaded.items()}
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InputError(f"{path}: missing or damaged ({error}); {again}") from None
+        if about.get("run_id") != run_id(self.identity) or about.get("sha256") != _digest(arrays):
+            raise InputError(f"{path}: not what this run wrote; {again}")
+        return arrays
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
