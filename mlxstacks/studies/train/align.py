@@ -131,14 +131,14 @@ def align_result(report: TrainReport) -> Result:
 def _margin_plot(validation: Sequence[Record]) -> Plot:
     steps = tuple(int(r["step"]) for r in validation)
     losses = tuple(r["chosen_nll"] for r in validation)
-    series = [Series(label="loss of the chosen answers, nats per token", x=steps, y=losses)]
+    series = [Series(label="loss of the chosen answers", x=steps, y=losses)]
     if validation[0]["margin"] is not None:
         margins = tuple(r["margin"] for r in validation)
         series.insert(0, Series(label="reward margin", x=steps, y=margins))
     spans = "; ".join(f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series)
     return Plot(
         id="margins", title="Preference and its cost", kind="lines", series=tuple(series),
-        x_label="step", y_label="nats", alt=f"On held-out pairs by step: {spans}.",
+        x_label="step", y_label="nats; the loss per token", alt=f"On held-out pairs by step: {spans}.",
     )  # fmt: skip
 
 
