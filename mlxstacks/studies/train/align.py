@@ -138,7 +138,8 @@ def _margin_plot(validation: Sequence[Record]) -> Plot:
     spans = "; ".join(f"{s.label} from {s.y[0]:.3f} to {s.y[-1]:.3f}" for s in series)
     return Plot(
         id="margins", title="Preference and its cost", kind="lines", series=tuple(series),
-        x_label="step", y_label="nats; the loss per token", alt=f"On held-out pairs by step: {spans}.",
+        x_label="step", y_label="nats; the loss per token",
+        alt=f"On held-out pairs by step: {spans}.",
     )  # fmt: skip
 
 
