@@ -147,8 +147,10 @@ def train(
     while state.step < settings.steps and state.stopped is None:
         start = time.perf_counter()
         batches = batches_at(state.step)
-        found = gradients(batches, seed, state.step)
-        record = _take_step(model, found, settings, state, safeguards)
+        # No name for the gradients: they would live through the next step.
+        record = _take_step(
+            model, gradients(batches, seed, state.step), settings, state, safeguards
+        )
         record["tokens"] = float(sum(batch.tokens.size for batch in batches))
         record["seconds"] = time.perf_counter() - start
         last = state.step == settings.steps
