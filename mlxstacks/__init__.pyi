@@ -58,7 +58,7 @@ def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, An
     allow_special: bool = False, val_batches: int | None = None, steps_per_report: int = 10,
     steps_per_eval: int = 200, save_every: int = 100, patience: int | None = None,
     spike_threshold: float | None = None, keep: Literal['best', 'last'] = 'best',
-    grad_checkpoint: bool = False, compile_step: Literal['auto', 'on', 'off'] = 'auto',
+    grad_checkpoint: bool = False, compile_step: Literal['auto', 'on', 'off'] = 'off',
     base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
     guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
     resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,

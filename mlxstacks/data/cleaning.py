@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
-from mlxstacks.data.examples import Example, keep_one, whole_text
+from mlxstacks.data.examples import Example, keep_one, row_id_of, whole_text
 from mlxstacks.data.formats import Format
 from mlxstacks.data.settings import Decontaminate, DomainDataSettings
 from mlxstacks.data.special_text import strip_markers
@@ -24,13 +24,11 @@ CODE_MARKS = (
 def strip_record(record: dict[str, Any], tokens: Collection[str] = ()) -> dict[str, Any]:
     """The record with markers and `tokens` taken out of its texts."""
     if "messages" in record:
-        turns = [
-            {**turn, "content": strip_markers(turn["content"], tokens)}
-            for turn in record["messages"]
-        ]
-        texts = {key: record[key] for key in ("rejected",) if key in record}
-        clean = {key: strip_markers(text, tokens) for key, text in texts.items()}
-        return {**record, "messages": turns, **clean}
+        turns = [*record["messages"], *([record["rejected"]] if "rejected" in record else [])]
+        clean = [{**turn, "content": strip_markers(turn["content"], tokens)} for turn in turns]
+        if "rejected" in record:
+            return {**record, "messages": clean[:-1], "rejected": clean[-1]}
+        return {**record, "messages": clean}
     return {key: strip_markers(value, tokens) for key, value in record.items()}
 
 
@@ -74,11 +72,12 @@ def reason_to_drop(
     if "messages" in record:
         if not says_something(record):
             return "no_answer"
-        rejected = record.get("rejected")
-        if rejected is None:
+        if "rejected" not in record:
             return None
-        equal = rejected.split() == record["messages"][-1]["content"].split()
-        return "equal_answers" if equal else None if rejected.strip() else "no_rejected"
+        chosen, rejected = {"messages": record["messages"][-1:]}, {"messages": [record["rejected"]]}
+        if not says_something(rejected):
+            return "no_rejected"
+        return "equal_answers" if row_id_of(chosen) == row_id_of(rejected) else None
     least = 1 if form.own else max(1, settings.minimum_characters)
     if "text" in record:
         return None if counted_length(record["text"]) >= least else "text_too_short"

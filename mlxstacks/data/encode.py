@@ -343,7 +343,8 @@ def encode_pairs(
     settings: DomainDataSettings,
     max_tokens: int,
 ) -> EncodedPairs:
-    """Encode examples of the format `preference`; weights are 1 on the answer, as elsewhere.
+    """Encode examples of the format `preference`: weights are 1 on the last answer and its end
+    mark, 0 on earlier ones, which both rows share.
 
     Raises: InputError: as `encode_examples`, or no pair is left.
     """
@@ -353,7 +354,7 @@ def encode_pairs(
     rejected = encode_examples(other, tokenizer, settings, max_tokens)
     of_rejected = dict(zip(rejected.ids, rejected.rows, strict=True))
     pairs = [
-        (row, of_rejected[i])
+        (_last_answer(row), _last_answer(of_rejected[i]))
         for i, row in zip(chosen.ids, chosen.rows, strict=True)
         if i in of_rejected and row.tokens != of_rejected[i].tokens
     ]
@@ -368,9 +369,16 @@ def encode_pairs(
 
 
 def _with_rejected(record: Mapping[str, Any]) -> dict[str, Any]:
-    *turns, answer = record["messages"]
     rest = {key: value for key, value in record.items() if key != "rejected"}
-    return {**rest, "messages": [*turns, {**answer, "content": record["rejected"]}]}
+    return {**rest, "messages": [*record["messages"][:-1], record["rejected"]]}
+
+
+def _last_answer(row: Row) -> Row:
+    """The row with weight on the last run of tokens that have some."""
+    end = max(i for i, weight in enumerate(row.weights) if weight) + 1
+    start = next((i for i in range(end - 1, -1, -1) if not row.weights[i]), -1) + 1
+    weights = (0.0,) * start + (1.0,) * (end - start) + (0.0,) * (len(row.weights) - end)
+    return Row(row.tokens, weights)
 
 
 def encode_alpaca(

@@ -1,7 +1,7 @@
 """An example: one cleaned record, and the id by which splits, reports and stores know it.
 
 A record has one of three forms: {text}; {prompt, answer} and, where there is one, {input};
-{messages} and, where there are some, {tools}. With messages may stand the answer that was
+{messages} and, where there are some, {tools}. With messages may stand the message that was
 {rejected} in favor of the last.
 """
 
@@ -177,14 +177,15 @@ def _contents(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     if turns is None:
         text = ["text", _plain(record["text"])]
         return text, text
+    rejected = [record["rejected"]] if "rejected" in record else []
     plain = []
-    for turn in turns:  # tool calls and names are content too
+    for turn in [*turns, *rejected]:  # tool calls and names are content too
         rest = {k: value for k, value in turn.items() if k not in ("role", "content") and value}
         plain.append([turn["role"], _plain(turn["content"]), *([rest] if rest else [])])
     first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
     tools = [record["tools"]] if record.get("tools") else []
-    rejected = [["rejected", _plain(record["rejected"])]] if "rejected" in record else []
-    return ["chat", plain, *tools, *rejected], ["chat", plain[:first]]
+    kind = "preference" if rejected else "chat"
+    return [kind, plain, *tools], ["chat", plain[:first]]
 
 
 def _plain(text: str) -> str:

@@ -291,8 +291,8 @@ def _preference(record: Raw) -> Reading:
             turns = conversation(record, ("prompt",))
         else:
             turns = [{"role": "user", "content": text_of(record, "prompt")}]
-        answer = {"role": "assistant", "content": chosen}
-        return Reading({"messages": [*turns, answer], "rejected": rejected})
+        answers = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
+        return Reading({"messages": [*turns, answers[0]], "rejected": answers[1]})
     before = conversation(record, ("prompt",)) if isinstance(record.get("prompt"), list) else []
     good, bad = ([*before, *conversation(record, (key,))] for key in ("chosen", "rejected"))
     if not good or not bad or {good[-1]["role"], bad[-1]["role"]} != {"assistant"}:
@@ -302,7 +302,7 @@ def _preference(record: Raw) -> Reading:
             "chosen and rejected must answer one prompt: all messages but the last have to be equal"
         )
     kept = {"tools": record["tools"]} if record.get("tools") else {}
-    return Reading({"messages": good, "rejected": bad[-1]["content"], **kept})
+    return Reading({"messages": good, "rejected": bad[-1], **kept})
 
 
 def _fallback(record: Raw) -> Reading:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,7 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
         loss = state.best.loss if math.isfinite(state.best.loss) else None  # JSON has no infinity
         best = {"loss": loss, "step": state.best.step, "without_gain": state.best.without_gain}
         metadata["best"] = json.dumps(best)
-    metadata["sha256"] = _digest(arrays, metadata)
+    metadata["sha256"] = arrays_sha256(arrays, metadata)
     # mlx appends the suffix when it is missing, so the temporary name must end in it.
     temporary = path.with_name(f".{path.name}.tmp.safetensors")
     with mlx_write_errors(path):
@@ -278,7 +278,7 @@ def load_state(
     if metadata.get("run_id") != run_id:
         raise InputError(f"{path}: saved by a run with other settings; {_START_AGAIN}")
     # Before all else is used: a header that is still JSON may have lost a key.
-    if metadata.pop("sha256", None) != _digest(arrays, metadata):
+    if metadata.pop("sha256", None) != arrays_sha256(arrays, metadata):
         raise InputError(
             f"{path}: damaged (its bytes are not those that were saved); {_START_AGAIN}"
         )
@@ -302,9 +302,9 @@ def load_state(
     return state
 
 
-def _digest(arrays: dict[str, mx.array], metadata: dict[str, str]) -> str:
-    """SHA-256 of everything in the file; safetensors itself notices no changed byte of a tensor."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+def arrays_sha256(arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of everything in a file; safetensors itself notices no changed byte of a tensor."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name, value in sorted(arrays.items()):
         digest.update(f"{name} {value.dtype} {value.shape}".encode())
         digest.update(memoryview(value.reshape(-1).view(mx.uint8)))

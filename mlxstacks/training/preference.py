@@ -110,9 +110,8 @@ class PairBatch:
 def pair_batch(
     chosen: Sequence[Row], rejected: Sequence[Row], width: int, reference: np.ndarray | None
 ) -> PairBatch:
-    """Pairs padded to `width` tokens; what comes of chat rows' other turns has no weight."""
-    rows = make_batch([*chosen, *rejected], width)
-    return PairBatch(Batch(rows.tokens, (rows.weights > 0).astype(np.float32)), reference)
+    """Pairs of `data.encode_pairs`, padded to `width` tokens."""
+    return PairBatch(make_batch([*chosen, *rejected], width), reference)
 
 
 def pair_scores(model: nn.Module, batch: PairBatch, head: OutputHead | None) -> PairScores:

@@ -251,13 +251,18 @@ class AlignSettings(TrainSettings):
         "preference.",
     )  # fmt: skip
     learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
+    compile_step: Literal["auto", "on", "off"] = Field(
+        "off", description="Steps on pairs are not compiled.",
+        json_schema_extra={"cli_name": "--compile"},
+    )  # fmt: skip
     safeguards: SafeguardSettings = Field(
         SafeguardSettings(), description="Limits that end, undo or skip what damages the model."
     )
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        fixed = {"merge_ready": None, "shared_outer": False, "mask_prompt": True, "keep": "best"}
+        fixed = {"merge_ready": None, "shared_outer": False, "mask_prompt": True, "keep": "best",
+                 "compile_step": "off"}  # fmt: skip
         for key, only in fixed.items():
             if getattr(self, key) != only:
                 raise ValueError(f"{key} {getattr(self, key)} is of train; align takes {only}")

@@ -14,6 +14,7 @@ from mlxstacks.data import (
     Row,
     encode_examples,
     encode_messages,
+    encode_pairs,
     encode_record,
 )
 from mlxstacks.data.chat import Chat
@@ -67,6 +68,31 @@ def test_the_three_kinds_of_record(tokenizer) -> None:
     assert text.weights == (0.0, *[1.0] * (len(text.tokens) - 1))
     with pytest.raises(InputError, match="allowed: text"):
         encode_record({"question": "?"}, tokenizer)
+
+
+@pytest.mark.parametrize("template", [None, "opened"])
+def test_the_last_answers_of_a_pair_count_and_each_brings_its_own_reasoning(
+    tokenizer: Any, template: str | None
+) -> None:
+    """With "opened", a template that writes reasoning_content."""
+    tokens = tokenizer if template is None else chat_tokenizer(template)
+    rejected = {"role": "assistant", "content": "Ten."}
+    chosen = CHAT[-1] if template is None else {**CHAT[-1], "reasoning_content": "5 and 4"}
+    record = {"messages": [*CHAT[:-1], chosen], "rejected": rejected}
+    example = make_example(record, "a test")
+    settings = DomainDataSettings(sources=("x",))
+    pairs = encode_pairs([example], tokens, settings, 512)
+
+    def counted(row: Row) -> str:
+        ids = [token for token, weight in zip(row.tokens, row.weights, strict=True) if weight]
+        return str(tokens.decode(ids))
+
+    good, bad = counted(pairs.chosen[0]), counted(pairs.rejected[0])
+    assert ("It is 9." in good, "5<|im_end|>" in good, "Ten." in bad) == (True, False, True)
+    assert ("5 and 4" in good, "5 and 4" in bad) == (template is not None, False)
+    other = {**record, "rejected": {"role": "assistant", "content": "Nine."}}
+    assert make_example(other, "a test").row_id != example.row_id
+    assert make_example(other, "a test").prompt_id == example.prompt_id
 
 
 def test_rows_share_the_numbers_of_their_tokens() -> None:

@@ -34,8 +34,8 @@ def ask(**rest: Any) -> dict[str, Any]:
     return {"question": "Which?", **rest}
 
 
-PREFERRED = {"messages": TURNS[1:3], "rejected": "Loud."}
 REJECTED = [TURNS[1], {"role": "assistant", "content": "Loud."}]
+PREFERRED = {"messages": TURNS[1:3], "rejected": REJECTED[1]}
 
 
 # (format, row, record)

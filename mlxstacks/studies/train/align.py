@@ -5,7 +5,6 @@ weights, whose log-probabilities are computed once, before the first step, and k
 directory: there is no second copy of the model.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, run_id, work_path
 from mlxstacks.training.batches import choose_widths
-from mlxstacks.training.loop import Record, TrainingState
+from mlxstacks.training.loop import Record, TrainingState, arrays_sha256
 from mlxstacks.training.modes import evaluating
 from mlxstacks.training.preference import (
     PairBatch,
@@ -62,9 +61,7 @@ def run(
 
     Raises: as `train`; NonFiniteError too where the safeguards gave up.
     """
-    if dry_run or settings.compile_step != "on":
-        return train_with(AlignRun, settings, dry_run, progress)[1]
-    raise InputError("compile_step on is of train; align does not compile its step: leave it out")
+    return train_with(AlignRun, settings, dry_run, progress)[1]
 
 
 def align_result(report: TrainReport) -> Result:
@@ -240,7 +237,7 @@ class AlignRun(TrainRun):
     def _reference(self) -> dict[str, np.ndarray]:
         """(n, 2) float32 of each part: computed at the start, read by a resumed run."""
         path = work_path(self.target) / REFERENCE
-        if self.resumed_from or path.exists():
+        if self.resumed_from:
             return self._read_reference(path)
         self._say("scoring the answers at the start")
         plan, each = self.setup.plan, self.settings.grad_accumulation_steps
@@ -253,11 +250,14 @@ class AlignRun(TrainRun):
         arrays = {"train": np.full((len(self.pairs.chosen), 2), np.nan, np.float32)}
         arrays["train"][met] = self._scores_at_start(of_training)
         arrays["validation"] = self._scores_at_start(self.held)
-        temporary = path.with_name(f".{path.name}.tmp.safetensors")
-        with mlx_write_errors(path):
-            about = {"run_id": run_id(self.identity), "sha256": _digest(arrays)}
-            save_arrays(temporary, {k: mx.array(a) for k, a in arrays.items()}, about)
-        temporary.replace(path)
+        if self.work is not None:
+            stored = {name: mx.array(array) for name, array in arrays.items()}
+            about = {"run_id": run_id(self.identity)}
+            about["sha256"] = arrays_sha256(stored, about)
+            temporary = path.with_name(f".{path.name}.tmp.safetensors")
+            with mlx_write_errors(path):
+                save_arrays(temporary, stored, about)
+            temporary.replace(path)
         return arrays
 
     def _scores_at_start(self, pairs: EncodedPairs) -> np.ndarray:
@@ -268,17 +268,11 @@ class AlignRun(TrainRun):
     def _read_reference(self, path: Path) -> dict[str, np.ndarray]:
         again = "give --no-resume to start again"
         try:
-            loaded, about = load_arrays(path)
-            arrays = {name: np.array(array) for name, array in loaded.items()}
+            stored, about = load_arrays(path)
+            mx.eval(stored)
         except (RuntimeError, ValueError, OSError) as error:
             raise InputError(f"{path}: missing or damaged ({error}); {again}") from None
-        if about.get("run_id") != run_id(self.identity) or about.get("sha256") != _digest(arrays):
+        digest = about.pop("sha256", None)
+        if digest != arrays_sha256(stored, about) or about.get("run_id") != run_id(self.identity):
             raise InputError(f"{path}: not what this run wrote; {again}")
-        return arrays
-
-
-def _digest(arrays: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+        return {name: np.array(array) for name, array in stored.items()}

@@ -39,7 +39,7 @@ from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.batches import BatchPlan, choose_widths
-from mlxstacks.training.loop import trainable_weights
+from mlxstacks.training.loop import arrays_sha256, trainable_weights
 from mlxstacks.training.modes import prepare_base
 from mlxstacks.training.settings import AlignSettings, OptimizerSettings, TrainSettings
 
@@ -125,6 +125,8 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         shared_outer=settings.shared_outer,
     )  # fmt: skip
     start = starting_adapter(settings, checkpoint)
+    if start is not None:
+        match_adapter(start, checkpoint)
     targets = choose_targets(model, settings) if start is None else targets_of(model, start)
     notes += [] if settings.keys or start else left_out_notes(model, targets)
     if how == "grid":
@@ -143,21 +145,18 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     start_sha256 = None
     if start is not None:
         arrays = {
-            f"{path}.{half}": np.ascontiguousarray(getattr(module, half), np.float32)
+            f"{path}.{half}": mx.array(np.asarray(getattr(module, half), np.float32))
             for path, module in start.modules.items()
             for half in ("lora_a", "lora_b")
         }
-        model.load_weights([(name, mx.array(a)) for name, a in arrays.items()], strict=False)
-        digest = hashlib.sha256()
-        for name, array in sorted(arrays.items()):
-            digest.update(f"{name} {array.shape}".encode() + array.tobytes())
-        start_sha256 = digest.hexdigest()
+        model.load_weights(list(arrays.items()), strict=False)
+        start_sha256 = arrays_sha256(arrays, {})
     pairs: tuple[EncodedPairs, EncodedPairs] | None = None
     train: EncodedRows
     validation: EncodedRows | None
     if isinstance(settings, AlignSettings):
-        *parts, data = read_pairs(settings, tokenizer, notes)
-        pairs = (parts[0], parts[1])
+        *both, data = read_pairs(settings, tokenizer, notes)
+        pairs = (both[0], both[1])
         train, validation = (EncodedRows(p.chosen, [], p.cut, p.empty) for p in pairs)
         sides = zip(pairs[0].chosen, pairs[0].rejected, strict=True)
         lengths = tuple(max(len(one.tokens), len(other.tokens)) for one, other in sides)
@@ -200,13 +199,11 @@ def with_start(settings: TrainSettings) -> TrainSettings:
 
 
 def starting_adapter(settings: TrainSettings, checkpoint: Checkpoint) -> Adapter | None:
-    """The adapter that training starts from, checked against the base; None for a new one."""
+    """The adapter that training starts from; None for a new one."""
     if settings.resume_adapter_file is None:
         return None
     path = user_path(settings.resume_adapter_file)
-    adapter = load_any_adapter(path.parent if path.name == WEIGHTS else path, None, checkpoint)
-    match_adapter(adapter, checkpoint)
-    return adapter
+    return load_any_adapter(path.parent if path.name == WEIGHTS else path, None, checkpoint)
 
 
 def targets_of(model: nn.Module, adapter: Adapter) -> list[Target]:
@@ -307,10 +304,15 @@ def read_data(
         notes.append(f"{len(data.validation)} rows of the data were held out to validate with.")
     if repeated := data.report["validation_rows_trained_on"]:
         notes.append(f"{repeated} of {len(data.validation)} validation rows are trained on too.")
-    most = {None: VALIDATION_ROWS, -1: None}.get(
+    most = most_validated(settings)
+    return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
+
+
+def most_validated(settings: TrainSettings) -> int | None:
+    """How many rows, or pairs, to validate with; None for all."""
+    return {None: VALIDATION_ROWS, -1: None}.get(
         settings.val_batches, (settings.val_batches or 0) * settings.batch_size
     )
-    return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
 
 
 def read_pairs(
@@ -340,7 +342,10 @@ def read_pairs(
         parts.append(pairs)
     if not data.report["validation_sources"]:
         notes.append(f"{len(data.validation)} pairs of the data were held out to validate with.")
-    return parts[0], parts[1], data.report
+    train, held = parts
+    most = most_validated(settings)
+    held = replace(held, chosen=held.chosen[:most], rejected=held.rejected[:most])
+    return train, held, data.report
 
 
 def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:

@@ -110,18 +110,21 @@ def counted(function: Any, calls: list[Any]) -> Any:
 def test_a_changed_reference_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "out"
 
-    def stop(*_: Any) -> None:
+    step = train_run.TrainRun._on_step
+
+    def stop(self: Any, state: Any, record: Any) -> None:
+        step(self, state, record)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train_run.TrainRun, "_on_step", stop)
         with pytest.raises(KeyboardInterrupt):
-            align.run(settings_of(places, target))
+            align.run(settings_of(places, target, save_every=1))
     path = work_path(target) / align.REFERENCE
     arrays, about = mx.load(str(path), return_metadata=True)
     mx.save_safetensors(str(path), {name: array + 1 for name, array in arrays.items()}, about)
     with pytest.raises(InputError, match=r"reference.safetensors: not what this run wrote"):
-        align.run(settings_of(places, target))
+        align.run(settings_of(places, target, save_every=1))
     align.run(settings_of(places, target, resume=False, iters=2))
 
 
@@ -241,6 +244,13 @@ def test_pairs_that_cannot_be_compared_are_refused(
         align.run(settings_of((places[0], file), tmp_path / "out"))
 
 
+def test_val_batches_bound_the_pairs_that_validate(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    plan = align.run(settings_of(places, tmp_path / "out", val_batches=2), dry_run=True)
+    assert plan.data["validation_rows"] == 4
+
+
 def test_answers_cut_to_the_same_tokens_are_left_out(
     places: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -259,6 +269,7 @@ def test_answers_cut_to_the_same_tokens_are_left_out(
     [
         ({"merge_ready": "grid", "dropout": 0.0}, "merge_ready grid is of train"),
         ({"mask_prompt": False}, "mask_prompt False is of train"),
+        ({"compile_step": "on"}, "compile_step on is of train"),
         ({"beta": 0}, "greater than 0"),
         ({"resume_adapter_file": "x", "keys": ("q_proj",)}, "leave out keys"),
         ({"safeguards": {"max_los": 1}}, "max_los"),
