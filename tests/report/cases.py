@@ -49,8 +49,8 @@ from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.run import TrainReport
-from mlxstacks.studies.train.run import result_of as train_result
+from mlxstacks.studies.train.report import TrainReport
+from mlxstacks.studies.train.report import result_of as train_result
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result

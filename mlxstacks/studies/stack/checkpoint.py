@@ -59,7 +59,7 @@ from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack.geometry import overlaps
 from mlxstacks.studies.stack.plan import DomainPlan, data_root
 from mlxstacks.studies.stack.setup import StackSetup
-from mlxstacks.studies.train.run import other_versions, versions
+from mlxstacks.studies.train.report import other_versions, versions
 from mlxstacks.studies.train.setup import SaveTimer, steps_of
 from mlxstacks.study.run_directory import (
     IDENTITY,

@@ -18,7 +18,8 @@ from mlxstacks.data import EncodedPairs
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors
 from mlxstacks.stats import share
-from mlxstacks.studies.train.run import TrainReport, TrainRun, plan_table, result_of, train_with
+from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
+from mlxstacks.studies.train.run import TrainRun, train_with
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, run_id, work_path
