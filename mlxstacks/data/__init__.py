@@ -22,6 +22,7 @@ from mlxstacks.data.encode import (
 )
 from mlxstacks.data.examples import Example, as_messages
 from mlxstacks.data.json_rows import numbered_records, read_records
+from mlxstacks.data.prompts import EncodedPrompts, encode_prompts
 from mlxstacks.data.rows import Batch, Row, batch_at, make_batch, pack_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.data.sources import train_data_paths, train_data_settings
@@ -33,6 +34,7 @@ __all__ = [
     "DomainData",
     "DomainDataSettings",
     "EncodedPairs",
+    "EncodedPrompts",
     "EncodedRows",
     "Example",
     "Rendering",
@@ -46,6 +48,7 @@ __all__ = [
     "encode_examples",
     "encode_messages",
     "encode_pairs",
+    "encode_prompts",
     "encode_record",
     "make_batch",
     "numbered_records",

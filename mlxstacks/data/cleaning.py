@@ -70,6 +70,8 @@ def reason_to_drop(
 ) -> str | None:
     """Why a cleaned record is not used, as reports count it; None for one that is."""
     if "messages" in record:
+        if "row" in record:  # a prompt, with or without an answer
+            return None if record["messages"][0]["content"].strip() else "no_prompt"
         if not says_something(record):
             return "no_answer"
         if "rejected" not in record:

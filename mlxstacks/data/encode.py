@@ -354,7 +354,7 @@ def encode_pairs(
     rejected = encode_examples(other, tokenizer, settings, max_tokens)
     of_rejected = dict(zip(rejected.ids, rejected.rows, strict=True))
     pairs = [
-        (_last_answer(row), _last_answer(of_rejected[i]))
+        (last_answer(row), last_answer(of_rejected[i]))
         for i, row in zip(chosen.ids, chosen.rows, strict=True)
         if i in of_rejected and row.tokens != of_rejected[i].tokens
     ]
@@ -373,7 +373,7 @@ def _with_rejected(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "messages": [*record["messages"][:-1], record["rejected"]]}
 
 
-def _last_answer(row: Row) -> Row:
+def last_answer(row: Row) -> Row:
     """The row with weight on the last run of tokens that have some."""
     end = max(i for i, weight in enumerate(row.weights) if weight) + 1
     start = next((i for i in range(end - 1, -1, -1) if not row.weights[i]), -1) + 1

@@ -2,7 +2,7 @@
 
 A record has one of three forms: {text}; {prompt, answer} and, where there is one, {input};
 {messages} and, where there are some, {tools}. With messages may stand the message that was
-{rejected} in favor of the last.
+{rejected} in favor of the last, or the {row} that they were read from.
 """
 
 import hashlib

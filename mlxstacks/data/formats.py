@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.data.examples import CONVERSATION_KEYS, conversation, first_pair, row_id_of
+from mlxstacks.data.examples import (
+    CONVERSATION_KEYS,
+    conversation,
+    first_pair,
+    row_id_of,
+    turns_of,
+)
 from mlxstacks.errors import InputError
 
 Raw = Mapping[str, Any]
@@ -29,6 +35,8 @@ QUESTION = ("question", "query", "question_stem")
 OPTION_KEYS = ("options", "choices")
 # Names for the key of the right option; the second row only where none of the first is there.
 ANSWER_KEYS = (("answer_idx", "answer_index", "answerKey", "answer"), ("gold", "label"))
+# Of a prompt with a reward.
+REFERENCE = ("answer", "completion", "reference", "solution")
 # What test sets without answers have in their place.
 _NO_ANSWER = (None, "", -1)
 
@@ -305,6 +313,28 @@ def _preference(record: Raw) -> Reading:
     return Reading({"messages": good, "rejected": bad[-1], **kept})
 
 
+def _prompt(record: Raw) -> Reading:
+    """A prompt to be answered: text, messages, or what another format makes of the row. The
+    reference answer may be missing; all columns are kept for the rewards.
+    """
+    kept = {"row": dict(record)}
+    if "prompt" not in record:
+        _, reading = row_reader("auto")(record)
+        turns = turns_of(reading.record)
+        if turns is None or turns[-1]["role"] != "assistant":
+            raise InputError("the row has no prompt with an answer, but text alone")
+        return Reading({"messages": turns, **kept}, reading.passage, reading.changes)
+    if isinstance(record["prompt"], list):
+        turns = conversation(record, ("prompt",))
+    else:
+        turns = [{"role": "user", "content": text_of(record, "prompt")}]
+    answer = text_of(record, *REFERENCE) if _has(record, *REFERENCE) else ""
+    if not turns or turns[-1]["role"] == "assistant":
+        raise InputError("prompt must end with a message to be answered")
+    said = [{"role": "assistant", "content": answer}] if answer else []
+    return Reading({"messages": [*turns, *said], **kept})
+
+
 def _fallback(record: Raw) -> Reading:
     if _has(record, *CONVERSATION_KEYS):
         return _first_pair(record)
@@ -357,6 +387,7 @@ FORMATS: dict[str, Format] = {
         _pubmedqa, (("question",), ("long_answer", "final_decision")), short_answers=True
     ),
     "preference": Format(_preference, (("chosen",), ("rejected",)), automatic=False, own=True),
+    "prompt": Format(_prompt, (("prompt",),), automatic=False, own=True),
     "fallback": Format(_fallback, ((*CONVERSATION_KEYS, "text"),), automatic=False),
 }
 

@@ -15,7 +15,7 @@ FormatName = Literal[
     "auto", "text", "prompt_completion", "chat", "alpaca", "gsm8k", "messages", "nemotron_v2",
     "openassistant", "openthoughts", "sky_t1", "ultrafeedback_sft", "opencodereasoning",
     "openmath_cot", "openmath_tool", "numina_cot", "multiple_choice", "medqa", "medical_reasoning",
-    "pubmedqa", "preference", "fallback",
+    "pubmedqa", "preference", "prompt", "fallback",
 ]  # fmt: skip
 Template = Literal["chat", "alpaca"]
 Decontaminate = Literal["off", "words", "substrings"]

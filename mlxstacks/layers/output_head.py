@@ -94,6 +94,12 @@ class OutputHead:
             flat = flat[0][counted], flat[1][counted], flat[2][counted]
         return token_loss.cross_entropy_sum(self, *flat, self.piece_tokens)
 
+    def sum_by_pieces(
+        self, sums: token_loss.PieceSums, hidden: mx.array, *arrays: mx.array
+    ) -> mx.array:
+        """`ops.token_loss.sum_by_pieces` of hidden (N, D) and arrays (N, ...)."""
+        return token_loss.sum_by_pieces(self, sums, hidden, arrays, self.piece_tokens)
+
     @property
     def piece_tokens(self) -> int:
         return token_loss.piece_tokens(self.vocabulary_size)

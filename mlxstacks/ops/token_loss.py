@@ -7,7 +7,7 @@ back: no logits are kept, and none are computed twice. Each piece waits for the 
 (`mx.depends`); MLX would otherwise be free to begin them all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,14 +45,36 @@ def cross_entropy_sum(
     weights and the weights of the head are constants.
     """
 
+    def piece(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+        return weighted_cross_entropy_sum(logits, targets, weights)[None]
+
+    return sum_by_pieces(head, piece, hidden, (targets, weights), most)[0]
+
+
+PieceSums = Callable[..., mx.array]
+"""(logits (N, V), *arrays (N, ...)) -> (k,) float32, sums over the N tokens; the first is the loss,
+the others are reported with it.
+"""
+
+
+def sum_by_pieces(
+    head: Head, sums: PieceSums, hidden: mx.array, arrays: Sequence[mx.array], most: int
+) -> mx.array:
+    """`sums(head(hidden), *arrays)` by pieces of `most` tokens; (k,) float32.
+
+    hidden (N, D), each of `arrays` (N, ...).
+    Law: equal to the whole form but for rounding. Only the first sum has a gradient, by `hidden`;
+    the others, `arrays` and the weights of the head are constants.
+    """
+
     @mx.custom_function
-    def scored(hidden: mx.array, targets: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+    def scored(hidden: mx.array, *arrays: mx.array) -> tuple[mx.array, mx.array]:
         total, gradients = mx.array(0.0), list[mx.array]()
         for part in pieces(len(hidden), most):
             given = hidden[part]
             if gradients:
                 given, total = mx.depends([given, total], [gradients[-1]])
-            value, gradient = _scored_piece(head, given, targets[part], weights[part])
+            value, gradient = _scored_piece(head, sums, given, [a[part] for a in arrays])
             total = total + value
             gradients.append(gradient)
         return total, mx.concatenate(gradients)
@@ -63,19 +85,21 @@ def cross_entropy_sum(
         cotangents: tuple[mx.array, ...],
         outputs: tuple[mx.array, ...],
     ) -> tuple[mx.array, ...]:
-        hidden, targets, weights = primals
-        gradient = (outputs[1] * cotangents[0]).astype(hidden.dtype)
-        return gradient, mx.zeros_like(targets), mx.zeros_like(weights)
+        hidden, *others = primals
+        gradient = (outputs[1] * cotangents[0][0]).astype(hidden.dtype)
+        return gradient, *map(mx.zeros_like, others)
 
-    return scored(hidden, targets, weights)[0]
+    return scored(hidden, *arrays)[0]
 
 
 def _scored_piece(
-    head: Head, hidden: mx.array, targets: mx.array, weights: mx.array
+    head: Head, sums: PieceSums, hidden: mx.array, arrays: Sequence[mx.array]
 ) -> tuple[mx.array, mx.array]:
-    """Loss and its gradient by `hidden`, by the operations of the whole form."""
+    """The sums, and the gradient of the first by `hidden`, by the operations of the whole form."""
 
-    def loss(hidden: mx.array) -> mx.array:
-        return weighted_cross_entropy_sum(head(hidden), targets, weights)
+    def loss(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        found = sums(head(hidden), *arrays)
+        return found[0], found
 
-    return mx.value_and_grad(loss)(hidden)
+    (_, found), gradient = mx.value_and_grad(loss)(hidden)
+    return found, gradient

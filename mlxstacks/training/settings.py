@@ -72,8 +72,13 @@ class SafeguardSettings(Settings):
         "start; new adapters have no limit",
     )  # fmt: skip
     max_nll_rise: float | None = Field(
-        0.1, gt=0, description="end the run when the validation loss of the chosen answers is this "
-        "many nats per token above its start; none: no limit",
+        0.1, gt=0, description="end the run when the validation loss of the chosen answers, or of "
+        "the reference answers of grpo, is this many nats per token above its start; none: no "
+        "limit",
+    )  # fmt: skip
+    max_divergence: float | None = Field(
+        0.5, gt=0, description="grpo: end the run when the answers of a step diverge from the "
+        "start by more nats per token; none: no limit",
     )  # fmt: skip
 
 
@@ -229,43 +234,86 @@ class TrainSettings(Settings):
 
 
 class AlignSettings(TrainSettings):
-    """`mlxstacks align`: a LoRA trained on pairs of a chosen and a rejected answer."""
+    """`mlxstacks align`: a LoRA trained on preferred answers, or on rewards of its own answers."""
 
     data: str | TrainDataSettings | None = Field(
         None,
-        description="Rows with prompt, chosen and rejected, as text or messages: a file, a "
-        "directory with train.jsonl and valid.jsonl, or the id of a cached Hugging Face data set. "
-        "Without validation rows, 2% are held out, or one. Default: nano's sample pairs.",
+        description="Rows with prompt, chosen and rejected, as text or messages; for grpo with a "
+        "prompt and, where the reward needs one, an answer. A file, a directory with train.jsonl "
+        "and valid.jsonl, or the id of a cached Hugging Face data set. Without validation rows, "
+        "2% are held out, or one. Default: nano's sample pairs.",
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(
         None, description="Output directory: adapter, report, log. Default: ./mlxstacks-out/align."
     )
-    method: Literal["dpo", "orpo"] = Field(
+    method: Literal["dpo", "orpo", "grpo"] = Field(
         "dpo",
         description="dpo: prefer the chosen answers more than the model does at the start. orpo: "
-        "learn the chosen answers and prefer them, without a reference.",
+        "learn the chosen answers and prefer them, without a reference. grpo: draw answers, and "
+        "make those likelier that have more reward than others to the same prompt.",
     )
-    beta: float = Field(
-        0.1, gt=0, le=1e3, description="dpo: how closely to stay to the start. orpo: weight of the "
-        "preference.",
+    beta: float | None = Field(
+        None, ge=0, le=1e3, description="dpo: how closely to stay to the start. orpo: weight of "
+        "the preference. grpo: weight of the divergence from the start. Default: 0.1; grpo: 0.04.",
     )  # fmt: skip
+    reward: tuple[str, ...] = Field(
+        (),
+        description="grpo: what an answer is worth: math, exact, code, rubric, pattern=REGEX, or "
+        "FILE.py:FUNCTION, a function (answer, row) of your own. Repeatable: the mean counts.",
+    )
+    group_size: int = Field(8, ge=2, le=1024, description="grpo: answers to each prompt.")
+    max_tokens: int = Field(256, ge=1, description="grpo: longest answer, in tokens.")
+    clip: float = Field(
+        0.2, gt=0, lt=1, description="grpo: how far a ratio of probabilities may be from 1."
+    )
+    updates: int = Field(1, ge=1, le=100, description="grpo: optimizer steps on the same answers.")
+    allow_code: bool = Field(
+        False, description="Run programs that the model writes, in a sandbox, for reward code."
+    )
     learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate of AdamW.")
     compile_step: Literal["auto", "on", "off"] = Field(
-        "off", description="Steps on pairs are not compiled.",
+        "off", description="Steps of align are not compiled.",
         json_schema_extra={"cli_name": "--compile"},
     )  # fmt: skip
     safeguards: SafeguardSettings = Field(
         SafeguardSettings(), description="Limits that end, undo or skip what damages the model."
     )
 
+    @property
+    def strength(self) -> float:
+        """beta, or its default for the method."""
+        default = 0.04 if self.method == "grpo" else 0.1
+        return default if self.beta is None else self.beta
+
     @model_validator(mode="after")
-    def _check_pairs(self) -> Self:
+    def _check_method(self) -> Self:
         fixed = {"merge_ready": None, "shared_outer": False, "mask_prompt": True, "keep": "best",
                  "compile_step": "off"}  # fmt: skip
         for key, only in fixed.items():
             if getattr(self, key) != only:
                 raise ValueError(f"{key} {getattr(self, key)} is of train; align takes {only}")
+        of_grpo = {"reward", "group_size", "max_tokens", "clip", "updates", "allow_code"}
+        given = sorted(of_grpo & self.model_fields_set)
+        if self.method != "grpo":
+            changed = [k for k in given if getattr(self, k) != type(self).model_fields[k].default]
+            if changed:
+                raise ValueError(f"{', '.join(changed)}: of method grpo alone; leave out, or give "
+                                 "method grpo")  # fmt: skip
+            if self.beta == 0:
+                raise ValueError(f"beta is 0, with which {self.method} prefers nothing")
+            return self
+        if not self.reward:
+            raise ValueError(
+                "grpo needs a reward: math, exact, code, rubric, pattern=REGEX or FILE.py:FUNCTION"
+            )
+        if self.dropout:
+            raise ValueError("dropout with grpo would make ratios of probabilities wrong; 0 only")
+        if self.max_tokens >= self.max_seq_length:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} leaves no room for a prompt within max_seq_length "
+                f"{self.max_seq_length}"
+            )
         return self
 
 

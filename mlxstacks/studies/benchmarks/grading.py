@@ -444,10 +444,20 @@ def passes(
     sources = programs(prompt, text, test, entry_point)
     if sources is None:
         return CodeVerdict(False, None)
+    return run_with_tests(*sources, allowed=allowed, limits=limits)
+
+
+def run_with_tests(
+    function: str, tests: str, *, allowed: bool = False, limits: SandboxLimits = LIMITS
+) -> CodeVerdict:
+    """Run two programs, each in a sandbox of its own: one serves a function, one calls it.
+
+    Raises: SandboxError where they may not or cannot be run.
+    """
     call, answer = os.pipe(), os.pipe()
     with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(_run_and_close, sources[0], limits, (call[0], answer[1]), allowed)
-        tested = _run_and_close(sources[1], limits, (answer[0], call[1]), allowed)
+        serving = pool.submit(_run_and_close, function, limits, (call[0], answer[1]), allowed)
+        tested = _run_and_close(tests, limits, (answer[0], call[1]), allowed)
         ran = serving.result()
     passed = tested.status == ran.status == "finished"
     return CodeVerdict(passed, tested if ran.status == "finished" else ran)

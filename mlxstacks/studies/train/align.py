@@ -62,7 +62,10 @@ def run(
 
     Raises: as `train`; NonFiniteError too where the safeguards gave up.
     """
-    return train_with(AlignRun, settings, dry_run, progress)[1]
+    from mlxstacks.studies.train.grpo import GrpoRun
+
+    kind = GrpoRun if settings.method == "grpo" else AlignRun
+    return train_with(kind, settings, dry_run, progress)[1]
 
 
 def align_result(report: TrainReport) -> Result:
@@ -158,7 +161,7 @@ class AlignRun(TrainRun):
         if size_and_rank(self.group)[0] > 1:
             raise InputError("align runs in one process; start it without mlx.launch")
         self.pairs, self.held = setup.pairs
-        self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.beta)
+        self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.strength)
         self.reference = self._reference() if settings.method == "dpo" else None
         self.start_nll = state.validation[0]["chosen_nll"] if state.validation else None
         self.measured: _Measured | None = None
@@ -181,7 +184,7 @@ class AlignRun(TrainRun):
             of_batch = reference_of(batch)
             loss += mx.sum(self.loss(scores, of_batch)).item()
             if of_batch is not None:
-                margin += mx.sum(rewards(scores, of_batch, self.options.beta)).item()
+                margin += mx.sum(rewards(scores, of_batch, self.options.strength)).item()
             good = scores.chosen / scores.chosen_tokens
             likelier += int(mx.sum(good > scores.rejected / scores.rejected_tokens).item())
             nll -= mx.sum(scores.chosen).item()

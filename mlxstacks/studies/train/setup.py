@@ -14,16 +14,20 @@ import numpy as np
 
 from mlxstacks import base_model, memory
 from mlxstacks.data import (
+    DomainData,
     EncodedPairs,
+    EncodedPrompts,
     EncodedRows,
     Row,
     TrainDataSettings,
     data_notes,
     encode_examples,
     encode_pairs,
+    encode_prompts,
     read_train_data,
     train_data_settings,
 )
+from mlxstacks.data.settings import FormatName
 from mlxstacks.errors import InputError, ResourceLimitError
 from mlxstacks.evaluate import VALIDATION_ROWS
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, match_adapter
@@ -37,6 +41,7 @@ from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.merge_ready import merge_ready_layers, stored_grids
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets, left_out_notes
+from mlxstacks.studies.train.rewards import rewards_sha256
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.loop import arrays_sha256, trainable_weights
@@ -53,6 +58,7 @@ class TrainSetup:
 
     data: the report of the rows; see `read_train_data`. start_sha256: of the adapter that training
     starts from. pairs: to train on and to validate with, whose chosen answers are then the rows.
+    prompts: the same of grpo, whose prompts are then the rows.
     """
 
     model: nn.Module
@@ -69,6 +75,8 @@ class TrainSetup:
     notes: list[str] = field(default_factory=list)
     start_sha256: str | None = None
     pairs: tuple[EncodedPairs, EncodedPairs] | None = None
+    prompts: tuple[EncodedPrompts, EncodedPrompts] | None = None
+    tokenizer: Any = None
 
     @property
     def validation_rows(self) -> list[Row]:
@@ -94,6 +102,7 @@ class TrainSetup:
             **rules,
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
             **({"start_sha256": self.start_sha256} if self.start_sha256 else {}),
+            **({"reward_sha256": rewards} if (rewards := _rewards(settings)) else {}),
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
             "train_data_sha256": _files_sha256(self.data["sources"]),
@@ -152,9 +161,17 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         model.load_weights(list(arrays.items()), strict=False)
         start_sha256 = arrays_sha256(arrays, {})
     pairs: tuple[EncodedPairs, EncodedPairs] | None = None
+    prompts: tuple[EncodedPrompts, EncodedPrompts] | None = None
     train: EncodedRows
     validation: EncodedRows | None
-    if isinstance(settings, AlignSettings):
+    if isinstance(settings, AlignSettings) and settings.method == "grpo":
+        prompts, data = read_prompts(settings, tokenizer, notes)
+        train, validation = (
+            EncodedRows([Row(p, (0.0,) * len(p)) for p in part.prompts], [], 0, part.too_long)
+            for part in prompts
+        )
+        lengths = tuple(len(prompt) + settings.max_tokens for prompt in prompts[0].prompts)
+    elif isinstance(settings, AlignSettings):
         *both, data = read_pairs(settings, tokenizer, notes)
         pairs = (both[0], both[1])
         train, validation = (EncodedRows(p.chosen, [], p.cut, p.empty) for p in pairs)
@@ -169,6 +186,7 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         model, checkpoint.directory, fingerprint(checkpoint, recorded), in_float32, lora, targets,
         train, validation, data, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes, start_sha256, pairs,
+        prompts, tokenizer,
     )  # fmt: skip
 
 
@@ -319,18 +337,7 @@ def read_pairs(
     settings: AlignSettings, tokenizer: Any, notes: list[str]
 ) -> tuple[EncodedPairs, EncodedPairs, dict[str, Any]]:
     """Pairs to train on, pairs to validate with, and the report of both."""
-    about = train_data_settings(settings.data or "").rendered_as(settings)
-    sources = tuple(
-        source.model_copy(update={"format": "preference"}) if source.format == "auto" else source
-        for source in about.sources
-    )
-    if other := [source.label for source in sources if source.format != "preference"]:
-        raise InputError(f"{other[0]}: align reads format preference alone; leave format out")
-    about = about.model_copy(update={"sources": sources})
-    data = read_train_data(about, Path(), tokenizer)
-    if not data.validation:
-        data = read_train_data(about.model_copy(update={"validation_rows": 1}), Path(), tokenizer)
-    notes += data_notes("data", data.report)
+    about, data = _read_aligned(settings, tokenizer, notes, "preference", "pairs")
     parts = []
     for part in ("train", "validation"):
         pairs = encode_pairs(getattr(data, part), tokenizer, about, settings.max_seq_length)
@@ -340,12 +347,67 @@ def read_pairs(
             notes.append(f"{part}: {pairs.empty} pairs have nothing left to compare; left out.")
         notes.extend(f"{part}: {note}" for note in pairs.notes)
         parts.append(pairs)
-    if not data.report["validation_sources"]:
-        notes.append(f"{len(data.validation)} pairs of the data were held out to validate with.")
     train, held = parts
     most = most_validated(settings)
     held = replace(held, chosen=held.chosen[:most], rejected=held.rejected[:most])
     return train, held, data.report
+
+
+# Each is answered group_size times.
+VALIDATION_PROMPTS = 32
+
+
+def read_prompts(
+    settings: AlignSettings, tokenizer: Any, notes: list[str]
+) -> tuple[tuple[EncodedPrompts, EncodedPrompts], dict[str, Any]]:
+    """Prompts to train on and to validate with, and the report of both."""
+    about, data = _read_aligned(settings, tokenizer, notes, "prompt", "prompts")
+    if about.template == "alpaca":
+        raise InputError("grpo puts prompts into the chat template; leave template out")
+    parts = []
+    for part in ("train", "validation"):
+        prompts = encode_prompts(
+            getattr(data, part), tokenizer, about, settings.max_seq_length, settings.max_tokens
+        )
+        if prompts.too_long:
+            notes.append(
+                f"{part}: {prompts.too_long} prompts leave no room for {settings.max_tokens} "
+                "tokens of answer within max_seq_length; left out."
+            )
+        parts.append(prompts)
+    train, held = parts
+    most = VALIDATION_PROMPTS if settings.val_batches is None else most_validated(settings)
+    held = replace(
+        held, prompts=held.prompts[:most], rows=held.rows[:most], references=held.references[:most]
+    )
+    return (train, held), data.report
+
+
+def _read_aligned(
+    settings: AlignSettings, tokenizer: Any, notes: list[str], form: FormatName, what: str
+) -> tuple[TrainDataSettings, DomainData]:
+    """Rows of one format; one is held out where none would be."""
+    about = train_data_settings(settings.data or "").rendered_as(settings)
+    sources = tuple(
+        source.model_copy(update={"format": form}) if source.format == "auto" else source
+        for source in about.sources
+    )
+    if other := [source.label for source in sources if source.format != form]:
+        raise InputError(
+            f"{other[0]}: align by {settings.method} reads format {form} alone; leave format out"
+        )
+    about = about.model_copy(update={"sources": sources})
+    data = read_train_data(about, Path(), tokenizer)
+    if not data.validation:
+        data = read_train_data(about.model_copy(update={"validation_rows": 1}), Path(), tokenizer)
+    notes += data_notes("data", data.report)
+    if not data.report["validation_sources"]:
+        notes.append(f"{len(data.validation)} {what} of the data were held out to validate with.")
+    return about, data
+
+
+def _rewards(settings: TrainSettings) -> list[str]:
+    return rewards_sha256(settings.reward) if isinstance(settings, AlignSettings) else []
 
 
 def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
@@ -564,8 +626,13 @@ def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> G
     layers = ",".join(map(str, sorted({target.layer for target in setup.targets})))
     longest = max(setup.plan.widths)
     rows = min(settings.batch_size, len(setup.train.rows)) * (1 if setup.pairs is None else 2)
+    parts = settings.grad_accumulation_steps
+    if setup.prompts is not None and isinstance(settings, AlignSettings):
+        # one group after the other
+        rows, parts = settings.group_size, parts * settings.batch_size
+    of_step = {"batch_size": rows, "grad_accumulation_steps": parts}
     return verdict(
-        settings.model_copy(update={"batch_size": rows}), longest, setup.float32_base,
+        settings.model_copy(update=of_step), longest, setup.float32_base,
         validates=setup.validation is not None, layers=layers, processes=processes,
     )  # fmt: skip
 

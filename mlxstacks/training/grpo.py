@@ -1,0 +1,191 @@
+"""Group relative policy optimization: answers drawn in groups, each worth what it is better than
+its group.
+
+Shao et al. 2024 (DeepSeekMath), equations 3 and 4, with the clipped ratio of Schulman et al. 2017
+and the unbiased estimate of the divergence from Schulman's note (2020):
+
+    A_i  = (R_i - mean R) / (std R + 1e-6)
+    loss = -mean_i mean_t [min(r A_i, clip(r, 1 - c, 1 + c) A_i) - beta (exp(d) - d - 1)]
+    r = exp(log p - log p_old),  d = log p_ref - log p,  both exponents at most 10 in size
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+from mlxstacks.data import Batch, Row, make_batch
+from mlxstacks.layers.adapted import begin_step
+from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.training.sampling import Answer
+from mlxstacks.training.step import StepGradients, call_model, tokens_that_count
+
+# Largest size of an exponent: a ratio beyond e^10 is a broken model, not a policy.
+LARGEST_EXPONENT = 10.0
+_LEAST_SPREAD = 1e-6
+
+
+def advantages(rewards: Sequence[float]) -> np.ndarray:
+    """(n,) float32, mean 0; all 0 where the rewards of the group are the same."""
+    values = np.asarray(rewards, np.float64)
+    centered = values - values.mean()
+    spread = float(np.sqrt(np.mean(centered**2)))
+    if spread < _LEAST_SPREAD:
+        return np.zeros(len(values), np.float32)
+    return (centered / (spread + 1e-6)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """The answers to one prompt. rows: prompt and answer, weight 1 on answers. rewards,
+    advantages: (n,) float32. reference: (n, T - 1) float32, log-probabilities of the targets under
+    the model at its starting weights, or None for no divergence. old: the same under the weights
+    that drew the answers, or None for those of now.
+    """
+
+    rows: Batch
+    rewards: np.ndarray
+    advantages: np.ndarray
+    reference: np.ndarray | None = None
+    old: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.rows.tokens
+
+
+def group_rows(prompt: Sequence[int], answers: Sequence[Answer], width: int) -> Batch:
+    """Prompt and answers, padded to `width` tokens; weight 1 on the answers, end marks included."""
+    rows = [
+        Row((*prompt, *a.tokens), (0.0,) * len(prompt) + (1.0,) * len(a.tokens)) for a in answers
+    ]
+    return make_batch(rows, width)
+
+
+def token_log_p(logits: mx.array, targets: mx.array) -> mx.array:
+    """Logits (..., V), targets (...) int -> log-probabilities (...), float32."""
+    return -nn.losses.cross_entropy(logits.astype(mx.float32), targets)
+
+
+def answer_log_p(model: nn.Module, rows: Batch, head: OutputHead | None) -> np.ndarray:
+    """(n, T - 1) float32: log-probability of each target that has weight, 0 elsewhere."""
+    inputs, targets = mx.array(rows.inputs), mx.array(rows.targets)
+    found = np.zeros(rows.targets.shape, np.float32)
+    if head is None:
+        return np.array(token_log_p(call_model(model, inputs)[0], targets)) * rows.target_weights
+    hidden, _ = head.hidden_states(call_model, model, inputs)
+    mx.eval(hidden)
+    for i, counted in enumerate(rows.target_weights > 0):
+        places = np.flatnonzero(counted)
+        for start in range(0, len(places), head.piece_tokens):
+            some = mx.array(places[start : start + head.piece_tokens])
+            log_p = token_log_p(head(hidden[i, some]), targets[i, some])
+            found[i, places[start : start + head.piece_tokens]] = np.array(log_p)
+    return found
+
+
+class GroupObjective:
+    """What is summed over the tokens of answers; see the formulas above.
+
+    clip: how far a ratio may be from 1. beta: weight of the divergence.
+    """
+
+    def __init__(self, clip: float, beta: float) -> None:
+        self.clip, self.beta = clip, beta
+
+    def __call__(
+        self,
+        logits: mx.array,
+        targets: mx.array,
+        weights: mx.array,
+        advantage: mx.array,
+        reference: mx.array,
+        old: mx.array,
+    ) -> mx.array:
+        """(3,): loss, divergence from the reference and share of ratios clipped, each the sum of
+        weight times the token's. Logits (N, V), all else (N,); `reference` and `old` where NaN: as
+        of now.
+        """
+        log_p = token_log_p(logits, targets)
+        now = mx.stop_gradient(log_p)
+        ratio = mx.exp(_bounded(log_p - mx.where(mx.isnan(old), now, old)))
+        inside = mx.clip(ratio, 1 - self.clip, 1 + self.clip)
+        gain = mx.minimum(ratio * advantage, inside * advantage)
+        further = _bounded(mx.where(mx.isnan(reference), now, reference) - log_p)
+        divergence = mx.exp(further) - further - 1
+        loss = self.beta * divergence - gain
+        clipped = (inside * advantage < ratio * advantage).astype(mx.float32)
+        parts = [mx.sum(weights * part) for part in (loss, divergence, clipped)]
+        return mx.stack([parts[0], *map(mx.stop_gradient, parts[1:])])
+
+
+def _bounded(exponent: mx.array) -> mx.array:
+    return mx.clip(exponent, -LARGEST_EXPONENT, LARGEST_EXPONENT)
+
+
+class GroupGradients:
+    """Loss and gradients of the mean over the answers of all groups of a step, an answer being the
+    mean over its tokens; see `GradientStep`. Reports `divergence`, `clipped` and `reward`.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: GroupObjective, head: OutputHead | None
+    ) -> None:
+        self.model, self.objective, self.head = model, objective, head
+
+        def loss_of(batch: GroupBatch, answers: int) -> tuple[mx.array, mx.array]:
+            sums = group_sums(model, objective, batch, answers, head)
+            return sums[0], sums
+
+        self._function = nn.value_and_grad(model, loss_of)
+
+    def __call__(self, batches: Sequence[GroupBatch], seed: int, step: int) -> StepGradients:
+        """seed, step: not used, since nothing here is random: dropout and noise are off."""
+        answers = sum(len(batch.tokens) for batch in batches)
+        total: Any = None
+        for batch in batches:
+            begin_step(self.model, None, tokens_that_count(mx.array(batch.rows.target_weights)))
+            try:
+                (_, sums), gradients = self._function(batch, answers)
+            finally:
+                begin_step(self.model, None)
+            part = sums, gradients
+            total = part if total is None else tree_map(mx.add, total, part)
+            mx.eval(total)
+        sums, gradients = total
+        reward = float(np.mean(np.concatenate([batch.rewards for batch in batches])))
+        parts = {"reward": mx.array(reward), "divergence": sums[1], "clipped": sums[2]}
+        return StepGradients(sums[0], parts, gradients)
+
+
+def group_sums(
+    model: nn.Module,
+    objective: GroupObjective,
+    batch: GroupBatch,
+    answers: int,
+    head: OutputHead | None,
+) -> mx.array:
+    """The sums of `GroupObjective` over one group, as shares of a step of so many answers.
+
+    Law: the same without a head, from all logits at once, but for rounding.
+    """
+    rows = batch.rows
+    each = rows.target_weights / (answers * rows.target_weights.sum(axis=1, keepdims=True))
+    shape = rows.targets.shape
+    # no reference: at distance 0
+    reference = np.full(shape, np.nan, np.float32) if batch.reference is None else batch.reference
+    old = np.full(shape, np.nan, np.float32) if batch.old is None else batch.old
+    spread = np.broadcast_to(batch.advantages[:, None], shape)
+    arrays = [mx.array(a) for a in (rows.targets, each, spread, reference, old)]
+    inputs = mx.array(rows.inputs)
+    places = mx.array(np.flatnonzero(rows.target_weights))
+    counted = [array.reshape(-1)[places] for array in arrays]
+    if head is None:
+        logits, _ = call_model(model, inputs)
+        return objective(logits.reshape(-1, logits.shape[-1])[places], *counted)
+    hidden, _ = head.hidden_states(call_model, model, inputs)
+    return head.sum_by_pieces(objective, hidden.reshape(-1, hidden.shape[-1])[places], *counted)
