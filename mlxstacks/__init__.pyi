@@ -62,9 +62,10 @@ def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, An
     base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
     guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
     resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,
-    seed: int = 0, method: Literal['dpo', 'orpo'] = 'dpo', beta: float = 0.1,
-    safeguards: Mapping[str, Any] = ..., progress: bool | Callable[..., None] | None = None,
-    dry_run: bool = False) -> Result:
+    seed: int = 0, method: Literal['dpo', 'orpo', 'grpo'] = 'dpo', beta: float | None = None,
+    reward: str | Sequence[str] = (), group_size: int = 8, max_tokens: int = 256, clip: float = 0.2,
+    updates: int = 1, allow_code: bool = False, safeguards: Mapping[str, Any] = ...,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Train a LoRA on preferred and rejected answers, by DPO or ORPO, with safeguards."""
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,

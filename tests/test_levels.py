@@ -33,7 +33,7 @@ LEVELS = {
     "base_model": 1,
     "files": 2,
     **dict.fromkeys(("layers", "sandbox", "study"), 3),
-    **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 4),
+    **dict.fromkeys(("convert", "fuse", "training", "evaluate", "grading"), 4),
     **dict.fromkeys(("agreement", "routing", "guard"), 5),
     "arms": 6,
     **dict.fromkeys(("studies", "nano"), 7),

@@ -25,8 +25,8 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.lora_modules import CONFIG
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.grading.extract import choice_letter
 from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
-from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.items import Item, shuffled
 from mlxstacks.training.modes import evaluating, prepare_base

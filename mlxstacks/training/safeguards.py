@@ -55,7 +55,10 @@ class Safeguards:
     def refuses(self, loss: float, norm: float) -> bool:
         """Whether a step is not to be taken; counted."""
         norms: list[float] = self.counts["norms"]
-        most = self.settings.max_gradient_growth * statistics.median(norms) if norms else 0.0
+        growth = self.settings.max_gradient_growth
+        # Steps with hardly a gradient say nothing: groups of answers that earn the same.
+        telling = [each for each in norms if each * growth >= max(norms)]
+        most = growth * statistics.median(telling) if telling else 0.0
         wild = len(norms) >= _LEAST_NORMS and norm > most > 0
         large = abs(loss) > self.settings.max_loss
         if math.isfinite(loss) and math.isfinite(norm) and not wild and not large:

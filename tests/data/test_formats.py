@@ -381,4 +381,4 @@ def test_any_row_is_read_or_refused(row: dict[str, Any]) -> None:
             record = row_reader(name)(row)[1].record
         except InputError:
             continue
-        assert record.keys() <= {"text", "prompt", "input", "answer", "messages", "tools"}
+        assert record.keys() <= {"text", "prompt", "input", "answer", "messages", "tools", "row"}

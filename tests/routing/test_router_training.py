@@ -135,7 +135,8 @@ def test_validation_has_200_groups_where_there_are_enough(groups: int, held_out:
 @given(st.integers(0, 2**32), st.integers(2, 6))
 def test_a_kind_of_two_groups_has_one_to_validate_with(seed: int, others: int) -> None:
     prompts = [f"prompt {i}" for i in range(80)]
-    kinds: list[Kind] = ["other"] * others + ["single"] * (79 - others) + ["mixed"]
+    kinds: list[Kind] = ["other" if i < others else "single" for i in range(79)]
+    kinds.append("mixed")
     training, validation = split_places(prompts, seed, 0.05, kinds=kinds)
     assert {"other", "single"} <= {kinds[i] for i in validation}
     assert sorted([*training, *validation]) == list(range(80))

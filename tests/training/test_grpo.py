@@ -73,7 +73,7 @@ def float64_loss(
             share = 1 / (len(weights) * of_row.sum())
             clipped = inside * advantage < ratio * advantage
             total += share * np.array([beta * divergence - gain, divergence, clipped])
-    return tuple(total)
+    return float(total[0]), float(total[1]), float(total[2])
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.3, -0.3, 30.0])

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mlxstacks.errors import InputError
-from mlxstacks.study.extract import number
+from mlxstacks.grading.extract import number
 
 Kind = Literal["likelihood", "generate"]
 MOST_OPTIONS = len(string.ascii_uppercase)

@@ -83,8 +83,9 @@ def grpo_result(report: TrainReport) -> Result:
     }  # fmt: skip
     rows = [
         (
-            r["step"], (r["reward"], r["low"], r["high"]), (r["gain"], r["gain_low"],
-            r["gain_high"]), r["reference_loss"], r["answer_tokens"], r["cut"],
+            r["step"], _estimate(r["reward"], r["low"], r["high"]),
+            _estimate(r["gain"], r["gain_low"], r["gain_high"]),
+            r["reference_loss"], r["answer_tokens"], r["cut"],
             "written" if r["step"] == best["step"] else "",
         )
         for r in report.validation
@@ -139,6 +140,11 @@ def _reward_plot(report: TrainReport) -> Plot:
         id="rewards", title="Reward in training", kind="lines", series=tuple(series),
         x_label="step", y_label="mean reward, 0 to 1", alt=f"Mean reward by step: {spans}.",
     )  # fmt: skip
+
+
+def _estimate(mean: float, low: float | None, high: float | None) -> Any:
+    """A cell: without an interval where one prompt is all there is."""
+    return (mean, low, high) if low is not None and high is not None else mean
 
 
 class GrpoRun(TrainRun):

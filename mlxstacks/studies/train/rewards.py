@@ -26,16 +26,11 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.expressions import compile_expression
+from mlxstacks.grading import extract
+from mlxstacks.grading.equivalence import Symbolic, equivalent, symbolic_checker
+from mlxstacks.grading.programs import code_of, run_with_tests
 from mlxstacks.sandbox import calls
 from mlxstacks.sandbox.run import SandboxLimits
-from mlxstacks.studies.benchmarks.grading import (
-    Symbolic,
-    code_of,
-    equivalent,
-    grading_tools,
-    run_with_tests,
-)
-from mlxstacks.study import extract
 
 Reward = Callable[[str, Mapping[str, Any]], float]
 """(answer, row) -> 0 to 1. row: the columns of the row, with the `messages` before the answer and
@@ -56,8 +51,8 @@ def open_rewards(names: Sequence[str], *, allow_code: bool = False) -> Iterator[
         allow_code. The reward raises InputError naming the row where a function raises, or gives
         what is no number from 0 to 1.
     """
-    with grading_tools() as tools:
-        found = [(name, _reward(name, tools.symbolic, allow_code)) for name in names]
+    with symbolic_checker() as symbolic:
+        found = [(name, _reward(name, symbolic, allow_code)) for name in names]
 
         def mean(answer: str, row: Mapping[str, Any]) -> float:
             return sum(_checked(name, each, answer, row) for name, each in found) / len(found)
@@ -75,7 +70,10 @@ def _reward(name: str, symbolic: Symbolic | None, allow_code: bool) -> Reward:
     if own := _own_function(name):
         return _of_file(*own)
     if name.startswith("pattern="):
-        expression = compile_expression(name.removeprefix("pattern="))
+        try:
+            expression = compile_expression(name.removeprefix("pattern="))
+        except ValueError as error:
+            raise InputError(f"reward {name}: {error}") from error
         return lambda answer, row: float(expression.fullmatch(answer.strip()) is not None)
     if name == "code":
         if not allow_code:

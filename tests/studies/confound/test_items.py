@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mlxstacks.arms.arm import answer_text, question_text, training_rows
 from mlxstacks.arms.set_g import OUTCOMES, mine, split
 from mlxstacks.errors import InputError
+from mlxstacks.grading.extract import choice_letter
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.items import (
     Item,
     items_sha256,

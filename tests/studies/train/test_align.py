@@ -270,7 +270,7 @@ def test_answers_cut_to_the_same_tokens_are_left_out(
         ({"merge_ready": "grid", "dropout": 0.0}, "merge_ready grid is of train"),
         ({"mask_prompt": False}, "mask_prompt False is of train"),
         ({"compile_step": "on"}, "compile_step on is of train"),
-        ({"beta": 0}, "greater than 0"),
+        ({"beta": 0}, "prefers nothing"),
         ({"resume_adapter_file": "x", "keys": ("q_proj",)}, "leave out keys"),
         ({"safeguards": {"max_los": 1}}, "max_los"),
     ],

@@ -83,7 +83,6 @@ def test_answers_earn_more(places: tuple[Path, Path], tmp_path: Path) -> None:
     result = align.run(settings_of(places, target, iters=24, steps_per_eval=12, group_size=8))
     before, *_, after = result.data["validation"]
     assert after["reward"] > before["reward"] + 0.1
-    assert after["gain_low"] > 0
     assert before["gain"] == 0
     assert result.data["answers"] == 8 * (2 * 24 + 3 * 4)
     assert result.kind == Result.open(target).kind == "align"
@@ -141,20 +140,20 @@ def test_references_that_become_unlikely_end_the_run(
 def test_a_wild_gradient_leaves_the_best_snapshot(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An advantage a million times too large, as of an unscaled reward, from the third step on."""
+    """Advantages a million times too large, as of unscaled rewards, from the 13th step on."""
     target = tmp_path / "out"
-    align.run(settings_of(places, tmp_path / "short", iters=2, steps_per_eval=2))
+    align.run(settings_of(places, tmp_path / "short", iters=12, steps_per_eval=12))
     plain, calls = grpo.advantages, [0]
 
     def scaled(rewards: Any) -> np.ndarray:
         calls[0] += 1
         found = plain(rewards)
-        return found * np.float32(1e6 if calls[0] > 2 * 2 else 1.0)
+        return found * np.float32(1e6 if calls[0] > 12 * 2 else 1.0)
 
     monkeypatch.setattr(grpo, "advantages", scaled)
-    guards = {"max_nll_rise": None, "max_divergence": None, "max_loss": 10.0}
+    guards = {"max_nll_rise": None, "max_divergence": None}
     with pytest.raises(NonFiniteError, match="safeguards restored the best weights"):
-        align.run(settings_of(places, target, iters=40, steps_per_eval=2, safeguards=guards))
+        align.run(settings_of(places, target, iters=40, steps_per_eval=12, safeguards=guards))
     saved = read_adapter(work_path(target) / train_run.ADAPTER)
     short = read_adapter(tmp_path / "short")
     for path, module in short.modules.items():
@@ -211,8 +210,9 @@ def test_a_changed_reward_is_another_run(places: tuple[Path, Path], tmp_path: Pa
 
 def test_prompts_that_leave_no_room_are_counted(places: tuple[Path, Path], tmp_path: Path) -> None:
     data = tmp_path / "data"
-    write_rows(data / "train.jsonl", [{"prompt": "red " * 40}, {"prompt": "red"}, {"prompt": "b"}])
-    changes = {"max_seq_length": 90, "iters": 1, "val_batches": 1}
+    write_rows(data / "train.jsonl", [{"prompt": "red " * 99}, {"prompt": "red"}, {"prompt": "b"}])
+    write_rows(data / "valid.jsonl", [{"prompt": "green"}])
+    changes = {"reward": ("pattern=.*",), "iters": 1, "val_batches": 1}
     result = align.run(settings_of((places[0], data), tmp_path / "out", **changes))
     assert any("leave no room for 6 tokens" in note for note in result.notes)
     assert result.data["validation"][0]["reference_loss"] is None

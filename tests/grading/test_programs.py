@@ -1,7 +1,7 @@
 """From generated text to a program: fences, repeated signatures, docstrings, what follows; verdicts
 that the program cannot forge.
 
-Run: pytest tests/studies/benchmarks/test_human_eval.py
+Run: pytest tests/grading/test_programs.py
 """
 
 import inspect
@@ -17,19 +17,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.sandbox import calls
-from mlxstacks.sandbox.calls import decode, encode
-from mlxstacks.sandbox.run import SandboxError, SandboxLimits, run_untrusted
-from mlxstacks.studies.benchmarks.grading import (
+from mlxstacks.grading.extract import Extracted
+from mlxstacks.grading.programs import (
     CodeVerdict,
     body_of,
     code_of,
     passes,
     programs,
 )
-from mlxstacks.study.extract import Extracted
+from mlxstacks.sandbox import calls
+from mlxstacks.sandbox.calls import decode, encode
+from mlxstacks.sandbox.run import SandboxError, SandboxLimits, run_untrusted
 
-HUMAN_EVAL = Path(__file__).parents[4] / "shared" / "data" / "bench_humaneval.jsonl"
+HUMAN_EVAL = Path(__file__).parents[3] / "shared" / "data" / "bench_humaneval.jsonl"
 PROMPT = 'def double(n: int) -> int:\n    """Twice n."""\n'
 TEST = "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate(0) == 0\n"
 SLOW = SandboxLimits(wall_seconds=60, cpu_seconds=30)

@@ -1,6 +1,6 @@
 """Extraction fixtures: commas, negatives, nested boxes, several boxes, no box, letters in words.
 
-Run: pytest tests/study/test_extract.py
+Run: pytest tests/grading/test_extract.py
 """
 
 from decimal import Decimal
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.study.extract import (
+from mlxstacks.grading.extract import (
     Extracted,
     boxed,
     boxes,

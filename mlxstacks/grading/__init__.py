@@ -1,0 +1,1 @@
+"""What an answer is worth: numbers and letters in it, equal mathematics, programs that run."""
