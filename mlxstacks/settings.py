@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import PurePath
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -33,7 +34,7 @@ EachOnce = AfterValidator(_each_once)
 NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 
 
-def _takes(annotation: Any, *kinds: type) -> bool:
+def _takes(annotation: Any, *kinds: Any) -> bool:
     parts = get_args(annotation)
     return annotation in kinds or any(_takes(part, *kinds) for part in parts)
 
@@ -42,7 +43,7 @@ class Settings(BaseModel):
     """Frozen, without unknown keys.
 
     A path may be text or a `Path`; where several values are allowed, a single one stands for a list
-    of one.
+    of one; `none` is no number.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -61,6 +62,8 @@ class Settings(BaseModel):
                 raise ValueError(f"{key}: got {value}; give a number")
             if isinstance(value, PurePath):
                 value = str(value)
+            if value == "none" and _takes(kind, NoneType) and not _takes(kind, str, "none"):
+                value = None
             if isinstance(value, list | tuple):
                 value = [str(item) if isinstance(item, PurePath) else item for item in value]
             elif is_list and isinstance(value, str | int | float):

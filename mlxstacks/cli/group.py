@@ -313,6 +313,16 @@ class LiteralChoice(click.Choice):
         return self.values[text]
 
 
+class NumberOrNone(click.ParamType):
+    """A number, or `none` for None."""
+
+    def __init__(self, number: click.ParamType) -> None:
+        self.number, self.name = number, number.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return None if value == "none" else self.number.convert(value, param, ctx)
+
+
 class SwitchOption(click.Option):
     """A choice that may stand alone for on; `--no-NAME` is off."""
 
@@ -398,6 +408,8 @@ def _option(
         kind: click.ParamType = LiteralChoice([*get_args(annotation), *none], multiple)
     elif annotation in _SCALARS:
         kind = _kind(name, annotation)
+        if annotation in (int, float) and optional:
+            kind = NumberOrNone(kind)
     elif hasattr(annotation, "model_fields"):
         return None
     else:

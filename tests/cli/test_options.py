@@ -98,3 +98,16 @@ def test_typed_values_reach_the_settings(
     code, out, _ = command("toy", "--json", *typed)
     assert code == 0
     assert json.loads(out)["settings"][key] == value
+
+
+@pytest.mark.parametrize("options", [["--bits", "none"], ["--set", "bits=none"]])
+def test_none_is_no_number(command: Run, options: list[str]) -> None:
+    code, out, _ = command("nano", "export", "--save-path", "out", "--dry-run", "--json", *options)
+    assert code == 0
+    assert json.loads(out)["settings"]["bits"] is None
+
+
+def test_a_limit_may_be_none(command: Run) -> None:
+    code, out, _ = command("eval", "--limit", "none", "--dry-run", "--json")
+    assert code == 0
+    assert json.loads(out)["settings"]["limit"] is None
