@@ -66,7 +66,7 @@ def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, An
     reward: str | Sequence[str] = (), group_size: int = 8, max_tokens: int = 256, clip: float = 0.2,
     updates: int = 1, allow_code: bool = False, safeguards: Mapping[str, Any] = ...,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
-    """Train a LoRA on preferred and rejected answers, by DPO or ORPO, with safeguards."""
+    """Train a LoRA on preferred answers (DPO, ORPO) or on rewards (GRPO), with safeguards."""
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
     adapter_path: str | Path | Sequence[str | Path] = (), data: str | Path | None = None,

@@ -115,7 +115,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "align": Command(
-        help="Train a LoRA on preferred and rejected answers, by DPO or ORPO, with safeguards.",
+        help="Train a LoRA on preferred answers (DPO, ORPO) or on rewards (GRPO), with safeguards.",
         settings="mlxstacks.training.settings:AlignSettings",
         function="mlxstacks.studies.train.align:run",
         nano={"model": "model_path", "data": "preferences_path"},
