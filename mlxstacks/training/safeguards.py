@@ -56,8 +56,9 @@ class Safeguards:
         """Whether a step is not to be taken; counted."""
         norms: list[float] = self.counts["norms"]
         growth = self.settings.max_gradient_growth
-        # Steps with hardly a gradient say nothing: groups of answers that earn the same.
-        telling = [each for each in norms if each * growth >= max(norms)]
+        # Steps with hardly a gradient say nothing (groups of answers that earn the same), nor does
+        # one wild step among the first few, which are taken unchecked.
+        telling = [each for each in norms if each * growth >= sorted(norms)[-2:][0]]
         most = growth * statistics.median(telling) if telling else 0.0
         wild = len(norms) >= _LEAST_NORMS and norm > most > 0
         large = abs(loss) > self.settings.max_loss

@@ -174,7 +174,7 @@ class TrainSettings(Settings):
     )
     compile_step: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Use mx.compile. auto: only on a GPU; on a CPU it gains a few percent.",
+        description="Use mx.compile. auto: on Metal only; elsewhere each shape is slow to build.",
         json_schema_extra={"cli_name": "--compile"},
     )
     base: Literal["auto", "stored", "float32"] = Field(
@@ -467,7 +467,7 @@ class StackRunSettings(Settings):
     )
     compile_step: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Use mx.compile. auto: only on a GPU; on a CPU it gains a few percent.",
+        description="Use mx.compile. auto: on Metal only; elsewhere each shape is slow to build.",
         json_schema_extra={"cli_name": "--compile"},
     )
     base: Literal["auto", "stored", "float32"] = Field(

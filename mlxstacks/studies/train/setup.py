@@ -523,10 +523,11 @@ def asked_of(
 
 def compiles(choice: Literal["auto", "on", "off"]) -> bool:
     """Whether the step is compiled. On a CPU that gains 4% (benchmarks/bench_train.py) and each
-    shape has to be built first, by the system's C++ compiler.
+    shape has to be built first, by the system's C++ compiler; on CUDA the first step was not done
+    after a minute, when 30 eager ones take a few seconds (RESULTS.md, "Rewards on SmolLM2").
     """
     if choice == "auto":
-        return memory.device().kind != "cpu"
+        return memory.device().kind == "metal"
     return choice == "on"
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxstacks.grading import equivalence, programs
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits
 from mlxstacks.studies.benchmarks import grading
 from mlxstacks.studies.benchmarks.grading import Grade, GradingTools, grade, grading_tools
@@ -109,7 +110,7 @@ RIGHT = "```python\ndef double(n):\n    return 2 * n\n```"
 
 
 def test_programs_are_not_run_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading, "run_untrusted", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(programs, "run_untrusted", lambda *_, **__: pytest.fail("it ran"))
     for text in (RIGHT, "    return 2 * n", ""):
         one = graded("humaneval", text)
         assert one.correct is None
@@ -133,10 +134,11 @@ def test_programs_that_may_run_are_judged_by_the_sandbox() -> None:
 def test_the_tools_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with grading_tools() as tools:
         assert tools.as_json() == {
-            "math_verify": grading.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
+            "math_verify": equivalence.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
             "allow_code": False,
         }  # fmt: skip
-    monkeypatch.setattr(grading, "installed", lambda: None)
+    for module in (equivalence, grading):
+        monkeypatch.setattr(module, "installed", lambda: None)
     with grading_tools(allow_code=True) as tools:
         assert tools.symbolic is None
         assert tools.as_json()["math_verify"] is None
