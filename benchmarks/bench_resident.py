@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--directory", help="where the store is made; default: a temporary one")
     options = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    model = build(argparse.Namespace(model="dense", **CPU))
+    model = build(argparse.Namespace(model="dense", **CPU), mx.float32)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         store = make_store(Path(directory) / "store", model)
         reads = measure_reads(store, store.manifest.stacks[0], options.rounds)
