@@ -5,10 +5,9 @@ weights, whose log-probabilities are computed once, before the first step, and k
 directory: there is no second copy of the model.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,8 +17,10 @@ from mlxstacks.data import EncodedPairs
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors
 from mlxstacks.stats import share
+from mlxstacks.studies.train.grpo import GrpoRun
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
-from mlxstacks.studies.train.run import TrainRun, train_with
+from mlxstacks.studies.train.run import train_with
+from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, run_id, work_path
@@ -37,22 +38,9 @@ from mlxstacks.training.preference import (
     reference_of,
     rewards,
 )
-from mlxstacks.training.safeguards import Safeguards
 from mlxstacks.training.settings import AlignSettings
-from mlxstacks.training.step import size_and_rank
 
 REFERENCE = "reference.safetensors"
-
-
-class _Measured(NamedTuple):
-    """Of pairs: the method's mean loss, mean margin of rewards (None: no reference), how many
-    chosen answers are likelier per token, mean loss of the chosen answers in nats per token.
-    """
-
-    loss: float
-    margin: float | None
-    likelier: int
-    chosen_nll: float
 
 
 def run(
@@ -62,8 +50,6 @@ def run(
 
     Raises: as `train`; NonFiniteError too where the safeguards gave up.
     """
-    from mlxstacks.studies.train.grpo import GrpoRun
-
     kind = GrpoRun if settings.method == "grpo" else AlignRun
     return train_with(kind, settings, dry_run, progress)[1]
 
@@ -108,17 +94,11 @@ def align_result(report: TrainReport) -> Result:
         "log-probability per token, with 95% intervals. reward margin: by how much more than at "
         "the start, times beta. loss of chosen: nats per token."
     )
-    counts = report.figures["safeguards"]
-    guarded = {
-        "skipped steps": f"{counts['skipped']:,}",
-        "best weights restored": f"{counts['restored']:,} times",
-        "deltas scaled down": f"{counts['capped']:,} times",
-    }
     blocks: list[Block] = [
         _margin_plot(report.validation),
         Table.of("validation", "Held-out pairs", columns, rows, caption=caption),
         plan_table(report),
-        Table.of_facts("safeguards", "Safeguards", guarded),
+        safeguards_table(report),
     ]
     return base.model_copy(
         update={
@@ -144,30 +124,21 @@ def _margin_plot(validation: Sequence[Record]) -> Plot:
     )  # fmt: skip
 
 
-class AlignRun(TrainRun):
+class AlignRun(SafeguardedRun):
     """A training on pairs."""
 
-    command = "align"
     result_of = staticmethod(align_result)
-
-    @property
-    def options(self) -> AlignSettings:
-        assert isinstance(self.settings, AlignSettings)
-        return self.settings
+    watched = "chosen_nll", "chosen"
 
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         settings, setup = self.options, self.setup
         assert setup.pairs is not None
-        if size_and_rank(self.group)[0] > 1:
-            raise InputError("align runs in one process; start it without mlx.launch")
         self.pairs, self.held = setup.pairs
         self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.strength)
         self.reference = self._reference() if settings.method == "dpo" else None
-        self.start_nll = state.validation[0]["chosen_nll"] if state.validation else None
-        self.measured: _Measured | None = None
-        self.safeguards = Safeguards(settings.safeguards, self.model, state.safeguards)
-        gradients = PairGradients(self.model, self.loss, self.head)
-        return {"gradients": gradients, "safeguards": self.safeguards}
+        return super()._hooks(state) | {
+            "gradients": PairGradients(self.model, self.loss, self.head)
+        }
 
     def _batch(self, rows: list[int], width: int) -> PairBatch:
         sides = self.pairs.chosen, self.pairs.rejected
@@ -190,33 +161,11 @@ class AlignRun(TrainRun):
             nll -= mx.sum(scores.chosen).item()
             tokens += mx.sum(scores.chosen_tokens).item()
         n = len(self.held.chosen)
-        chosen_nll = nll / tokens
-        self.start_nll = chosen_nll if self.start_nll is None else self.start_nll
-        self.measured = _Measured(
-            loss / n, None if self.reference is None else margin / n, likelier, chosen_nll
-        )
-        # Such weights must not be the best ones, whatever their loss.
-        return math.inf if self._rose_too_far() else loss / n
-
-    def _rose_too_far(self) -> bool:
-        most = self.options.safeguards.max_nll_rise
-        assert self.measured is not None
-        return most is not None and self.measured.chosen_nll > (self.start_nll or 0.0) + most
-
-    def _on_validation(self, state: TrainingState, record: Record) -> None:
-        assert self.measured is not None
-        record |= {key: value for key, value in self.measured._asdict().items() if key != "loss"}
-        if self._rose_too_far():
-            state.stopped = (
-                f"the loss of the chosen answers rose by more than "
-                f"{self.options.safeguards.max_nll_rise:g} nats per token, to "
-                f"{self.measured.chosen_nll:.3f}"
-            )
-        super()._on_validation(state, record)
-
-    def _figures(self) -> dict[str, Any]:
-        counts = self.safeguards.counts
-        return {"safeguards": {key: counts[key] for key in ("skipped", "restored", "capped")}}
+        measured: dict[str, Any] = {
+            "margin": None if self.reference is None else margin / n, "likelier": likelier,
+            "chosen_nll": nll / tokens,
+        }  # fmt: skip
+        return self._validated(measured, loss / n)
 
     # --- the reference ----------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ the answers, and taken out again. No noise and no dropout, neither in drawing no
 ratio of probabilities would otherwise be wrong.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,11 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
 from mlxstacks.studies.train.rewards import open_rewards
-from mlxstacks.studies.train.run import TrainRun
+from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
@@ -37,10 +35,8 @@ from mlxstacks.training.grpo import (
 )
 from mlxstacks.training.loop import Record, TrainingState, trainable_weights
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.safeguards import Safeguards
 from mlxstacks.training.sampling import Answer, sample_answers
-from mlxstacks.training.settings import AlignSettings
-from mlxstacks.training.step import random_key, size_and_rank
+from mlxstacks.training.step import random_key
 
 
 def grpo_result(report: TrainReport) -> Result:
@@ -96,7 +92,6 @@ def grpo_result(report: TrainReport) -> Result:
         "cut: answers that reached max_tokens without an end."
     )
     figures = report.figures
-    counts = figures["safeguards"]
     drawn = {
         "answers": f"{figures['answers']:,}, {figures['answer_tokens']:,} tokens",
         "drawing": f"{figures['tokens_per_second']:,.0f} tokens a second; "
@@ -104,17 +99,12 @@ def grpo_result(report: TrainReport) -> Result:
         "groups without a difference": f"{figures['flat_groups']:,} of {figures['groups']:,}, "
         "from which nothing is learned",
     }
-    guarded = {
-        "skipped steps": f"{counts['skipped']:,}",
-        "best weights restored": f"{counts['restored']:,} times",
-        "deltas scaled down": f"{counts['capped']:,} times",
-    }
     blocks: list[Block] = [
         _reward_plot(report),
         Table.of("validation", "Held-out prompts", columns, rows, caption=caption),
         plan_table(report),
         Table.of_facts("answers", "Answers drawn" + _since(figures), drawn),
-        Table.of_facts("safeguards", "Safeguards", guarded),
+        safeguards_table(report),
     ]
     outcome = f"mean reward: {first['reward']:.3f} to {best['reward']:.3f}" if gained else "no gain"
     return base.model_copy(
@@ -147,21 +137,14 @@ def _estimate(mean: float, low: float | None, high: float | None) -> Any:
     return (mean, low, high) if low is not None and high is not None else mean
 
 
-class GrpoRun(TrainRun):
+class GrpoRun(SafeguardedRun):
     """A training on rewards."""
 
-    command = "align"
     result_of = staticmethod(grpo_result)
-
-    @property
-    def options(self) -> AlignSettings:
-        assert isinstance(self.settings, AlignSettings)
-        return self.settings
+    watched = "reference_loss", "reference"
 
     def run(self) -> tuple[TrainReport, Result]:
         settings = self.options
-        if size_and_rank(self.group)[0] > 1:
-            raise InputError("align runs in one process; start it without mlx.launch")
         assert self.setup.prompts is not None
         self.tokenizer = self.setup.tokenizer
         self.end_tokens = sorted(self.tokenizer.eos_token_ids)
@@ -170,18 +153,14 @@ class GrpoRun(TrainRun):
         self.groups: list[GroupBatch] = []
         self.counts = {"answers": 0, "answer_tokens": 0, "groups": 0, "flat_groups": 0}
         self.drawing_seconds = 0.0
-        self.measured: Record = {}
         with open_rewards(settings.reward, allow_code=settings.allow_code) as reward:
             self.reward = reward
             return super().run()
 
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
-        settings = self.options
-        self.start_loss = state.validation[0]["reference_loss"] if state.validation else None
-        self.safeguards = Safeguards(settings.safeguards, self.model, state.safeguards)
-        objective = GroupObjective(settings.clip, settings.strength)
+        objective = GroupObjective(self.options.clip, self.options.strength)
         gradients = GroupGradients(self.model, objective, self.head)
-        return {"gradients": gradients, "safeguards": self.safeguards}
+        return super()._hooks(state) | {"gradients": gradients}
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -280,30 +259,12 @@ class GrpoRun(TrainRun):
         before = self.safeguards.counts.setdefault("start_rewards", means)
         reward = mean_interval(means)
         gain = mean_interval([now - then for now, then in zip(means, before, strict=True)])
-        self.start_loss = loss if self.start_loss is None else self.start_loss
-        self.measured = plain(
-            {
-                "reward": reward.mean, "low": reward.low, "high": reward.high,
-                "gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high,
-                "reference_loss": loss, "answer_tokens": fmean(tokens), "cut": fmean(cut),
-            }
-        )  # fmt: skip
-        # Such weights must not be the best ones, whatever their reward.
-        return math.inf if self._rose_too_far() else 1 - reward.mean
-
-    def _rose_too_far(self) -> bool:
-        most, loss = self.options.safeguards.max_nll_rise, self.measured["reference_loss"]
-        return most is not None and loss is not None and loss > (self.start_loss or 0.0) + most
-
-    def _on_validation(self, state: TrainingState, record: Record) -> None:
-        record |= self.measured
-        if self._rose_too_far():
-            state.stopped = (
-                f"the loss of the reference answers rose by more than "
-                f"{self.options.safeguards.max_nll_rise:g} nats per token, to "
-                f"{self.measured['reference_loss']:.3f}"
-            )
-        super()._on_validation(state, record)
+        measured = {
+            "reward": reward.mean, "low": reward.low, "high": reward.high,
+            "gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high,
+            "reference_loss": loss, "answer_tokens": fmean(tokens), "cut": fmean(cut),
+        }  # fmt: skip
+        return self._validated(plain(measured), 1 - reward.mean)
 
     def _on_step(self, state: TrainingState, record: Record) -> None:
         most, found = self.options.safeguards.max_divergence, record.get("divergence", 0.0)
@@ -321,9 +282,8 @@ class GrpoRun(TrainRun):
             super()._save(state)
 
     def _figures(self) -> dict[str, Any]:
-        counts, seconds = self.safeguards.counts, self.drawing_seconds
-        return {
-            "safeguards": {key: counts[key] for key in ("skipped", "restored", "capped")},
+        seconds = self.drawing_seconds
+        return super()._figures() | {
             **self.counts,
             "tokens_per_second": round(self.counts["answer_tokens"] / max(seconds, 1e-9), 1),
             "drawing_share": round(seconds / max(time.monotonic() - self.started, 1e-9), 3),
