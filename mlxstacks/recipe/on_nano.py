@@ -48,6 +48,16 @@ def route_train(settings: Any, dry_run: bool = False) -> Prepared:
     return route(settings)[0], options
 
 
+def distill(settings: Any, dry_run: bool = False) -> Prepared:
+    """As `route`, with nano's routing data where none are given."""
+    from mlxstacks.nano.exports import nano_paths
+
+    prepared = route(settings)[0]
+    if prepared is settings or settings.data:
+        return prepared, {}
+    return prepared.model_copy(update={"data": str(nano_paths().routing_path)}), {}
+
+
 def stacks_analyse(settings: Any, dry_run: bool = False) -> Prepared:
     """nano and its curriculum stand in where the store was trained on them."""
     from mlxstacks.nano.exports import nano_model, nano_paths

@@ -122,6 +122,16 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="align",
         report="result.json",
     ),
+    "distill": Command(
+        help="Distil a store's routed stacks into one adapter, for this base or a smaller model.",
+        settings="mlxstacks.studies.route.settings:DistillSettings",
+        function="mlxstacks.studies.route.distill:run",
+        prepare="mlxstacks.recipe.on_nano:distill",
+        arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
+        nano_recipe="distill",
+        report="result.json",
+    ),
     "stack": Command(
         help="Train frozen stacks, domain by domain, into a store that forgets none of them.",
         settings="mlxstacks.training.settings:StackRunSettings",

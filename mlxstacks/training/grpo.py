@@ -22,7 +22,7 @@ from mlxstacks.data import Batch, Row, make_batch
 from mlxstacks.layers.adapted import begin_step
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.training.sampling import Answer
-from mlxstacks.training.step import StepGradients, call_model, tokens_that_count
+from mlxstacks.training.step import StepGradients, call_model, sums_at, tokens_that_count
 
 # Largest size of an exponent: a ratio beyond e^10 is a broken model, not a policy.
 LARGEST_EXPONENT = 10.0
@@ -181,11 +181,6 @@ def group_sums(
     old = np.full(shape, np.nan, np.float32) if batch.old is None else batch.old
     spread = np.broadcast_to(batch.advantages[:, None], shape)
     arrays = [mx.array(a) for a in (rows.targets, each, spread, reference, old)]
-    inputs = mx.array(rows.inputs)
     places = mx.array(np.flatnonzero(rows.target_weights))
     counted = [array.reshape(-1)[places] for array in arrays]
-    if head is None:
-        logits, _ = call_model(model, inputs)
-        return objective(logits.reshape(-1, logits.shape[-1])[places], *counted)
-    hidden, _ = head.hidden_states(call_model, model, inputs)
-    return head.sum_by_pieces(objective, hidden.reshape(-1, hidden.shape[-1])[places], *counted)
+    return sums_at(model, objective, rows, head, counted)

@@ -21,7 +21,7 @@ from mlxstacks.data import Batch
 from mlxstacks.layers.adapted import Balance, begin_step
 from mlxstacks.layers.gates import balance_gradient
 from mlxstacks.layers.output_head import OutputHead
-from mlxstacks.ops.token_loss import weighted_cross_entropy_sum
+from mlxstacks.ops.token_loss import PieceSums, weighted_cross_entropy_sum
 
 Number = TypeVar("Number", int, float)
 
@@ -104,6 +104,27 @@ added up over the batches and processes of a step, and so is a tree of arrays na
 def call_model(model: nn.Module, tokens: mx.array) -> tuple[mx.array, None]:
     """The model's own forward pass, with nothing added."""
     return model(tokens), None
+
+
+def sums_at(
+    model: nn.Module,
+    sums: PieceSums,
+    rows: Batch,
+    head: OutputHead | None,
+    arrays: Sequence[mx.array],
+) -> mx.array:
+    """`sums` over the tokens of a batch that have weight, (k,) float32, differentiable.
+
+    arrays: (N, ...) of these N tokens, row by row.
+    Law: the same without a head, from all logits at once, but for rounding.
+    """
+    inputs = mx.array(rows.inputs)
+    places = mx.array(np.flatnonzero(rows.target_weights))
+    if head is None:
+        logits, _ = call_model(model, inputs)
+        return sums(logits.reshape(-1, logits.shape[-1])[places], *arrays)
+    hidden, _ = head.hidden_states(call_model, model, inputs)
+    return head.sum_by_pieces(sums, hidden.reshape(-1, hidden.shape[-1])[places], *arrays)
 
 
 @dataclass(frozen=True, eq=False)

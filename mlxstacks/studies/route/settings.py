@@ -13,6 +13,7 @@ from mlxstacks.routing.settings import (
     RouteSettings,
 )
 from mlxstacks.settings import Force, Settings
+from mlxstacks.training.settings import TrainSettings
 
 CheckMode = Literal["base", "ungated", "routed"]
 
@@ -194,3 +195,70 @@ class RouteEvaluateSettings(_ServedSettings):
         True, description="Reuse the losses of an unfinished run in this save path."
     )
     force: Force = False
+
+
+# --- distill --------------------------------------------------------------------------------------
+
+
+TeacherRoutes = Literal["routed", "dense", "multi-route"]
+
+
+class DistillSettings(TrainSettings):
+    """`mlxstacks distill`: one LoRA that answers as a store's stacks do when they are routed."""
+
+    store_path: str | None = Field(
+        None, description="Store directory of the teacher. Default: nano's sample store."
+    )
+    model: str | None = Field(
+        None,
+        description="Model directory or Hugging Face id of the student. Default: the store's base.",
+    )
+    teacher: str | None = Field(
+        None,
+        description="Model directory or Hugging Face id of the teacher's base. Default: the "
+        "store's base.",
+    )
+    router: RouterPath = None
+    data: str | None = Field(
+        None,
+        description="Directory of NAME.jsonl files, where NAME is a domain, domain+domain for "
+        "mixed prompts, or others. Default: the rows of the store's domains.",
+    )
+    save_path: str | None = Field(
+        None, description="Output directory: adapter, report, log. Default: "
+        "./mlxstacks-out/distill.",
+    )  # fmt: skip
+    routes: TeacherRoutes = Field(
+        "routed",
+        description="Which stacks teach a row. routed: those the router chooses, with its weights; "
+        "dense: the same with every expert of a stack, not the top k; multi-route: drawn among "
+        "the routes that lower the row's loss.",
+    )
+    temperature: float = Field(
+        2.0, gt=0, le=100, description="Temperature of the teacher's and the student's "
+        "distributions in the divergence.",
+    )  # fmt: skip
+    top_logits: int = Field(
+        64, ge=1, le=65_536, description="Likeliest tokens kept of a teacher's distribution; the "
+        "others count as one.",
+    )  # fmt: skip
+    max_rise: float = Field(
+        0.02, ge=0, description="Largest rise of a domain's validation loss above the start, in "
+        "nats per token; weights beyond it are never written.",
+    )  # fmt: skip
+    rows_per_domain: int = Field(
+        2000, ge=2, description="Maximum rows per domain, held-out ones among them."
+    )
+    template: AnswerTemplate = None
+    compile_step: Literal["auto", "on", "off"] = Field(
+        "off", description="Steps of distill are not compiled.",
+        json_schema_extra={"cli_name": "--compile"},
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_distill(self) -> Self:
+        fixed = {"mask_prompt": True, "keep": "best", "compile_step": "off"}
+        for key, only in fixed.items():
+            if getattr(self, key) != only:
+                raise ValueError(f"{key} {getattr(self, key)} is of train; distill takes {only}")
+        return self

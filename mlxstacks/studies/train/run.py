@@ -31,6 +31,7 @@ from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.studies.train.report import TrainReport, other_versions, planned, result_of, versions
 from mlxstacks.studies.train.setup import (
     GuardedRun,
+    RowsOf,
     SaveTimer,
     compiles,
     guarded,
@@ -117,7 +118,8 @@ def train_with(
     if progress and not dry_run:
         progress(0, 1, "reading the data")
     settings = with_start(settings)
-    guarded_run = guarded(settings, set_up(settings), processes, plan_only=dry_run)
+    setup = set_up(settings, kind.rows_of)
+    guarded_run = guarded(settings, setup, processes, plan_only=dry_run, rows_of=kind.rows_of)
     plan = planned(settings, guarded_run, target)
     if dry_run:
         return plan, kind.result_of(plan)
@@ -131,6 +133,7 @@ class TrainRun:
 
     command = "train"
     result_of = staticmethod(result_of)
+    rows_of: RowsOf | None = None
 
     def __init__(
         self,
@@ -149,6 +152,20 @@ class TrainRun:
         self.progress, self.step = progress, 0
         if not self.is_main:
             silence_stdout()
+        self.identity = self._identity()
+        self.work: RunDirectory | None = None
+        self.stack, self.begun, self.resumed_from = stack, started, 0
+        self.save_timer = SaveTimer(
+            steps_of(self.settings.save_every, self.settings.grad_accumulation_steps)
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """All that the trained weights depend on."""
+        return self.setup.identity(self.settings)
+
+    def _load(self) -> None:
+        """Read the base, and make the model ready to train."""
+        setup = self.setup
         self._say("loading the model")
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
@@ -157,16 +174,11 @@ class TrainRun:
         self.head, note = find_output_head(self.model)
         setup.notes.extend([note] if note else [])
         lowest = set_training_modes(self.model)
-        if settings.grad_checkpoint:
+        if self.settings.grad_checkpoint:
             trained = range(lowest, len(self.model.layers))
-            stack.enter_context(checkpoint_layers(self.model, trained))
-        self.identity = setup.identity(settings)
-        self.work: RunDirectory | None = None
-        self.loading_seconds = time.monotonic() - started
-        self.started, self.resumed_from = time.monotonic(), 0
-        self.save_timer = SaveTimer(
-            steps_of(self.settings.save_every, self.settings.grad_accumulation_steps)
-        )
+            self.stack.enter_context(checkpoint_layers(self.model, trained))
+        self.loading_seconds = time.monotonic() - self.begun
+        self.started = time.monotonic()
 
     def run(self) -> tuple[TrainReport, Result]:
         if self.is_main:
@@ -175,6 +187,7 @@ class TrainRun:
         try:
             if self.work is not None:  # another run to it may have ended since the first look
                 check_target(self.target, force=self.settings.force)
+            self._load()
             wait_for_all(self.group)
             state = self._train(self._state())
             if self.settings.keep == "best":

@@ -111,12 +111,17 @@ class TrainSetup:
         }
 
 
-def set_up(settings: TrainSettings) -> TrainSetup:
+RowsOf = Callable[[Any, Any, list[str]], tuple[EncodedRows, EncodedRows | None, dict[str, Any]]]
+"""(settings, tokenizer, notes) -> rows to train on, rows to validate with, the report of both."""
+
+
+def set_up(settings: TrainSettings, rows_of: RowsOf | None = None) -> TrainSetup:
     """Load lazily (nothing of the base is read yet), choose, attach, encode, plan.
 
+    rows_of: None: as the settings say.
     Raises: InputError for whatever cannot be used: model, projections, rank, data.
     """
-    if settings.model is None or settings.data is None:
+    if settings.model is None or (settings.data is None and rows_of is None):
         raise InputError("train needs model and data")
     notes: list[str] = []
     checkpoint = open_checkpoint(resolve_model(settings.model))
@@ -164,7 +169,10 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     prompts: tuple[EncodedPrompts, EncodedPrompts] | None = None
     train: EncodedRows
     validation: EncodedRows | None
-    if isinstance(settings, AlignSettings) and settings.method == "grpo":
+    if rows_of is not None:
+        train, validation, data = rows_of(settings, tokenizer, notes)
+        lengths = tuple(len(row.tokens) for row in train.rows)
+    elif isinstance(settings, AlignSettings) and settings.method == "grpo":
         prompts, data = read_prompts(settings, tokenizer, notes)
         train, validation = (
             EncodedRows([Row(p, (0.0,) * len(p)) for p in part.prompts], [], 0, part.too_long)
@@ -588,11 +596,16 @@ class GuardedRun:
 
 
 def guarded(
-    settings: TrainSettings, setup: TrainSetup, processes: int = 1, *, plan_only: bool = False
+    settings: TrainSettings,
+    setup: TrainSetup,
+    processes: int = 1,
+    *,
+    plan_only: bool = False,
+    rows_of: RowsOf | None = None,
 ) -> GuardedRun:
     """The run as it is, or reshaped. Notes of the setup tell what the guard said.
 
-    plan_only: a refusal is a note too.
+    plan_only: a refusal is a note too. rows_of: as in `set_up`.
     Raises: ResourceLimitError from 90% of a limit on, unless the settings want otherwise.
     """
     if settings.guard == "off":
@@ -602,7 +615,7 @@ def guarded(
         change = train_change(report)
     if change:
         settings = settings.model_copy(update=change)
-        setup = set_up(settings)
+        setup = set_up(settings, rows_of)
         report = _verdict_of(settings, setup, processes)
         setup.notes.append(f"Reshaped by the guard: {_in_words(change)}.")
     if report.outcome == "tight" or (report.outcome == "refused" and _only_warns(settings, report)):
