@@ -78,7 +78,7 @@ def gguf_conversion(path: Path, settings: ConvertSettings) -> Conversion:
     floats that are to become another dtype.
 
     Raises: CheckpointError: see `open_gguf`, `Architecture`, `tokenizer_files`; tensors of other
-        shapes than the keys say.
+        shapes than the keys say. InputError: tensors on MLX's grid, and other codes asked for.
     """
     return _Reader(open_gguf(path), settings).conversion()
 
@@ -91,6 +91,10 @@ class _Reader:
         self.dtype = self._model_dtype()
         self.quantization: dict[str, Any] = {}
         self.patterns = {pattern for pattern, _ in settings.overrides()}
+        # the default group size asks nothing of codes that are there
+        is_named = "group_size" in settings.model_fields_set
+        self.regroups = is_named and settings.group_size != GROUP_SIZE
+        self.kept: list[GGUFTensor] = []  # with other codes than were asked for
         self.inexact: list[str] = []
         self.float32: list[str] = []
 
@@ -107,6 +111,8 @@ class _Reader:
                 f"{self.file.path}: module_bits {', '.join(sorted(self.patterns))}: no module of "
                 f"this model matches; they are named like {parts[-1].specs[0][0]}"
             )
+        if self.kept:
+            raise InputError(self._refusal())
         config |= end_of_text_ids(self.file)
         if widths := [tuple(entry.values()) for entry in self.quantization.values()]:
             # the commonest width for all, and an entry for each module that differs
@@ -176,14 +182,36 @@ class _Reader:
             if fnmatch.fnmatchcase(module, pattern)
         ]
         self.patterns.difference_update(named)
-        bits = self.settings.bits_of(module)
-        has_grid = tensor.kind in GRIDS
-        by_value = bool(named) or not (has_grid or module.endswith(".gate"))
+        bits, grid = self.settings.bits_of(module), GRIDS.get(tensor.kind)
+        is_as_asked = grid is not None and bits == grid.bits and not self.regroups
+        by_value = not is_as_asked if named else not (grid or module.endswith(".gate"))
         if by_value and bits is not None and tensor.shape[-1] % self.settings.group_size == 0:
             return self._quantized(tensor, module, bits, order)
-        if has_grid and not (named and bits is None):
-            return self._same_codes(tensor, module, order)
-        return self._floats(tensor, name, order)
+        if grid is None or (named and bits is None):
+            return self._floats(tensor, name, order)
+        is_asked = bits is not None or (self.regroups and not self.settings.module_bits)
+        if is_asked and not is_as_asked:
+            self.kept.append(tensor)
+        return self._same_codes(tensor, module, order)
+
+    def _refusal(self) -> str:
+        """What would keep its codes though others were asked for, and what can be done."""
+        settings, kept = self.settings, self.kept
+        asked = {"--bits": settings.bits, "--group-size": self.regroups and settings.group_size}
+        given = " ".join(f"{name} {value}" for name, value in asked.items() if value)
+        kinds = ", ".join(sorted({tensor.kind for tensor in kept}))
+        words = f"{len(kept)} tensor{'' if len(kept) == 1 else 's'} ({kinds})"
+        again = [f"--module-bits '*={settings.bits or GRIDS[kept[0].kind].bits}'"]
+        if self.architecture.experts:
+            again.append("--module-bits '*.gate=none'")
+        if any(tensor.shape[-1] % settings.group_size for tensor in kept):
+            again.append(f"--group-size {GROUP_SIZE}")
+        return (
+            f"{self.file.path}: {given or '--module-bits'}: {words} would keep the codes of the "
+            f"file, in groups of {GROUP_SIZE}. Convert without {given or 'it'} to keep them, or "
+            f"round them once more: {' '.join(again)}. A module that --module-bits gives the bits "
+            "it has keeps its codes"
+        )
 
     def _same_codes(self, tensor: GGUFTensor, module: str, order: np.ndarray | None) -> Part:
         bits = GRIDS[tensor.kind].bits

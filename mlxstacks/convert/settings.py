@@ -30,7 +30,8 @@ class ConvertSettings(Settings):
     bits: Bits | None = Field(
         None,
         description="Quantize to this many bits per weight. GGUF tensors already on MLX's grid "
-        "(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) keep their codes.",
+        "(Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) keep their codes; other bits for them are refused, unless "
+        "--module-bits names them.",
     )
     group_size: Literal[32, 64, 128] = Field(
         64, description="Weights that share a scale when --bits is given."

@@ -5,6 +5,7 @@ Run: pytest tests/convert/test_gguf_model.py
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,12 @@ def test_bits_quantize_what_has_no_grid_as_mlx_does(made: Made) -> None:
     kinds = lambda name, array: "Q8_0" if "down_proj" in name else "F32"  # noqa: E731
     options = {
         "bits": 4,
-        "group_size": 64,
-        "module_bits": ("*.v_proj=6", "lm_head=none", "*.1.mlp.down_proj=none"),
+        "module_bits": (
+            "*.v_proj=6",
+            "lm_head=none",
+            "*.0.mlp.down_proj=8",
+            "*.1.mlp.down_proj=none",
+        ),
     }
     out, written = made(config, tensors, kinds, options=options)
     stored = _tensors(out)
@@ -173,6 +178,44 @@ def test_bits_quantize_what_has_no_grid_as_mlx_does(made: Made) -> None:
     assert "model.layers.1.mlp.down_proj.scales" not in stored
     with pytest.raises(InputError, match="no module of this model matches"):
         made(config, tensors, kinds, options={"module_bits": ("*.q_prj=6",)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "--bits 3: 16 tensors (Q4_1) would keep .* without --bits 3 to .*'*=3'"),
+        ({"bits": 4, "group_size": 64}, "--bits 4 --group-size 64: .*'*=4' --group-size 32."),
+        (
+            {"group_size": 64},
+            "--group-size 64: .* without --group-size 64 to .*'*=4' --group-size 32.",
+        ),
+        ({"bits": 3, "group_size": 128}, "--bits 3 --group-size 128: .*'*=3' --group-size 32."),
+        ({"module_bits": ("*=3",)}, "--module-bits: 2 tensors .*--group-size 32."),
+    ],
+)
+def test_codes_that_stay_are_refused_where_others_were_asked_for(
+    options: dict[str, Any], message: str, made: Made
+) -> None:
+    config = {**config_of("llama"), "intermediate_size": 96}
+    kinds = lambda name, array: "Q4_1" if array.ndim > 1 else "F32"  # noqa: E731
+    with pytest.raises(InputError, match=re.escape(message).replace(r"\.\*", ".*")):
+        made(config, random_tensors(config), kinds, options=options)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_codes_are_rounded_once_more_as_the_refusal_says(architecture: str, made: Made) -> None:
+    config = config_of(architecture)
+    tensors = random_tensors(config)
+    is_code = lambda name, array: array.ndim > 1 and not name.endswith("gate.weight")  # noqa: E731
+    kinds = lambda name, array: "Q4_1" if is_code(name, array) else "F32"  # noqa: E731
+    with pytest.raises(InputError) as refused:
+        made(config, tensors, kinds, options={"bits": 3})
+    patterns = tuple(re.findall(r"--module-bits '(.*?)'", str(refused.value)))
+    assert ("*.gate=none" in patterns) == (architecture == "qwen3moe")
+    _, written = made(config, tensors, kinds, options={"bits": 3, "module_bits": patterns})
+    assert written["quantization"] == {"group_size": 64, "bits": 3, "mode": "affine"}
+    _, written = made(config, tensors, kinds, options={"bits": 4})
+    assert written["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
 
 
 @pytest.mark.parametrize(
