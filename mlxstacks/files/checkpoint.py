@@ -215,6 +215,11 @@ def _shard_files(directory: Path) -> list[Path]:
     files = sorted(directory.glob("model*.safetensors"))
     if files:
         return files
+    if (directory / "manifest.json").is_file() and (directory / "stacks").is_dir():
+        raise CheckpointError(
+            f"{directory}: a store of stacks, not a model; chat and generate take it as "
+            "--store-path, with the model that its stacks were trained on"
+        )
     others = sorted(
         path.name for path in directory.iterdir()
         if path.suffix in {".bin", ".pt", ".pth", ".npz", ".gguf", ".safetensors"}

@@ -26,6 +26,7 @@ from mlxstacks.files.hub import ALLOW_PATTERNS, in_hub_cache, resolve_model
 from mlxstacks.files.shards import read_tensor
 from mlxstacks.guard.build import read_config
 from tests.files.raw import entry, file_bytes
+from tests.files.store_cases import make_store
 from tests.tiny_models import (
     llama_config,
     random_adapter,
@@ -295,6 +296,11 @@ def test_damaged_model_is_one_clear_error(model: Path, name: str) -> None:
         open_checkpoint(model)
     assert message in str(caught.value)
     assert str(model) in str(caught.value)
+
+
+def test_a_store_says_where_it_is_to_be_given(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"a store of stacks.* --store-path"):
+        open_checkpoint(make_store(tmp_path / "store").path)
 
 
 def test_tensor_in_two_files_names_both(model: Path) -> None:
