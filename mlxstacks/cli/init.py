@@ -46,11 +46,12 @@ def _init(
         raise click.UsageError(f"model is given twice: {place!r}, and {model!r} by --model")
     model = place or model
     name = Path(model).name if model else "nano"
-    file = save_path or f"{command.replace(' ', '-')}-{name}.yaml"
+    stem = command.replace(" ", "-")
+    file = save_path or f"{stem}-{name}.yaml"
     target = Path(file)
     if file != "-" and target.exists() and not force:
         raise TargetError(f"{file}: is there; give --force, or another --save-path")
-    text = starter(command, model, f"{command}.yaml" if file == "-" else file)
+    text = starter(command, model, f"{stem}.yaml" if file == "-" else file)
     if file == "-":
         output.write(text, end="")
         return 0

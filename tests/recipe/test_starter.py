@@ -13,7 +13,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.recipe.config_plan import TRAIN
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import resolve
+from mlxstacks.recipe.resolve import OUT, resolve
 from mlxstacks.recipe.starter import _ranges, starter
 from mlxstacks.recipe.table import COMMANDS, load
 from tests.cli.conftest import Run, command
@@ -69,6 +69,13 @@ def test_every_recipe_of_it_resolves(name: str, model: str | None, work_dir: Pat
     whole = work_dir / "whole.yaml"
     whole.write_text(re.sub(r"^#(\w+): ", r"\1: ", path.read_text(), flags=re.M))
     assert resolve(name, {}, load_recipe(str(whole))).settings == settings
+
+
+def test_no_name_that_it_proposes_has_a_space(work_dir: Path, command: Run) -> None:
+    code, out, err = command("init", "--command", "route check", "--save-path", "-")
+    assert (code, err) == (0, "")
+    assert "mlxstacks run route-check.yaml --dry-run" in out
+    assert f"{OUT / 'route-check'}" in out
 
 
 def test_what_it_cannot_write_is_refused(work_dir: Path, command: Run) -> None:

@@ -64,7 +64,8 @@ def run(
         raise InputError("route check needs store_path and save_path")
     if not (checks := settings.prompts):
         raise InputError(
-            "route check needs prompts, from a recipe: `mlxstacks run route-check` for nano"
+            "route check needs prompts, from a recipe: `mlxstacks init --command 'route check'` "
+            "writes one to fill in; `mlxstacks run route-check` is nano's"
         )
     started, store = time.monotonic(), Store.open(settings.store_path)
     target = user_path(settings.save_path)

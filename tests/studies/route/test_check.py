@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from mlxstacks.errors import InputError
 from mlxstacks.studies.route.check import (
     has_number,
     judge,
     missing_domains,
     repetition,
+    run,
     split_thoughts,
 )
 from mlxstacks.studies.route.settings import CheckPrompt, RouteCheckSettings
@@ -125,6 +127,11 @@ def test_every_expected_domain_must_be_active() -> None:
     check = CheckPrompt(name="dose", prompt="p", domains=("medical", "math"))
     assert missing_domains(check, {"medical": 0.9, "math": 0.2}) == []
     assert missing_domains(check, {"medical": 0.9, "chat": 0.2}) == ["math"]
+
+
+def test_a_check_without_prompts_says_what_writes_them() -> None:
+    with pytest.raises(InputError, match="mlxstacks init --command 'route check'"):
+        run(RouteCheckSettings(store_path="store", save_path="out"))
 
 
 def test_settings_say_what_is_wrong() -> None:
