@@ -107,6 +107,30 @@ def convert(model: str | Path | None = None, *, save_path: str | Path | None = N
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Convert a GGUF file or Hugging Face model to mlx-lm's format, or add experts."""
 
+def distill(store_path: str | Path | None = None, *, model: str | Path | None = None,
+    data: str | Path | None = None, save_path: str | Path | None = None,
+    num_layers: int | None = None, layers: str | int | Sequence[int] = 'all',
+    keys: str | Sequence[str] = (), resume_adapter_file: str | None = None, rank: int = 8,
+    scale: float = 20.0, shared_outer: bool = False, dropout: float = 0.0,
+    merge_ready: Literal['pooled', 'grid'] | None = None, iters: int | None = None,
+    batch_size: int = 4, grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
+    lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,
+    weight_decay: float = 0.0, clip_norm: float = 1.0, max_seq_length: int = 2048,
+    mask_prompt: bool = True, thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto',
+    allow_special: bool = False, val_batches: int | None = None, steps_per_report: int = 10,
+    steps_per_eval: int = 200, save_every: int = 100, patience: int | None = None,
+    spike_threshold: float | None = None, keep: Literal['best', 'last'] = 'best',
+    grad_checkpoint: bool = False, compile_step: Literal['auto', 'on', 'off'] = 'off',
+    base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
+    guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
+    resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,
+    seed: int = 0, teacher: str | None = None, router: str | None = None,
+    routes: Literal['routed', 'dense', 'multi-route'] = 'routed', temperature: float = 2.0,
+    top_logits: int = 64, max_rise: float = 0.02, rows_per_domain: int = 2000,
+    template: Literal['chat', 'alpaca'] | None = None,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Distil a store's routed stacks into one adapter, for this base or a smaller model."""
+
 def doctor(*, directory: str | Path = '.', measure: bool = True,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Show the device, its limits, versions, and what will be slow and why."""

@@ -3,12 +3,12 @@
 A run of `train` whose loss is the cross-entropy of the answers and the divergence from the teacher
 (training/distillation.py). The teacher's part comes first, is kept in the work directory, and its
 model is gone before the student's is read. Losses are means over a row's answer tokens, then over
-rows, then over domains.
+rows, then over domains; mixtures of them and prompts of no domain are measured beside them.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,12 +172,19 @@ def _ids_sha256(rows: TaughtRows) -> str:
 DRAWS = 2000
 
 
+def domains_of(groups: Iterable[str]) -> list[str]:
+    """The groups of one domain each; where there is none, of several."""
+    named = [group for group in groups if group != OTHERS]
+    return [group for group in named if "+" not in group] or named
+
+
 def _means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: float(np.mean(rows)) for name, rows in groups.items()}
 
 
 def _overall(means: Mapping[str, float]) -> float:
-    return float(np.mean([*means.values()]))
+    """The mean over domains."""
+    return float(np.mean([means[group] for group in domains_of(means)]))
 
 
 def _read_losses(path: Path, identity: str) -> list[float] | None:
@@ -192,7 +199,7 @@ def recovered(
     losses: Mapping[str, Mapping[str, Sequence[float]]], seed: int
 ) -> dict[str, list[float] | None]:
     """Share of the teacher's gain over the start that the student has: (share, low, high) by group,
-    and `all`, the ratio of both gains' means over groups.
+    and `all`, the ratio of both gains' means over domains.
 
     losses: start, teacher, student -> group -> loss of each row. Intervals: 95%, bootstrap over
     rows within groups. None where the teacher's gain is not above 0 in 97.5% of the draws.
@@ -200,14 +207,17 @@ def recovered(
     rng = np.random.default_rng(seed)
     gains: list[tuple[np.ndarray, np.ndarray]] = []  # (1 + DRAWS,) each; the first is the estimate
     shares: dict[str, list[float] | None] = {}
+    domains = domains_of(losses["start"])
     for group in losses["start"]:
         start, teacher, student = (
             np.array(losses[name][group]) for name in ("start", "teacher", "student")
         )
         n = len(start)
         drawn = np.vstack([np.ones(n), rng.multinomial(n, np.full(n, 1 / n), size=DRAWS)]) / n
-        gains.append((drawn @ (start - teacher), drawn @ (start - student)))
-        shares[group] = _share(*gains[-1])
+        both = drawn @ (start - teacher), drawn @ (start - student)
+        shares[group] = None if group == OTHERS else _share(*both)
+        if group in domains:
+            gains.append(both)
     of_teacher, of_student = (np.mean(column, axis=0) for column in zip(*gains, strict=True))
     return shares | {"all": _share(of_teacher, of_student)}
 
@@ -240,11 +250,14 @@ def distill_result(report: TrainReport) -> Result:
         f"routed stacks gain, with {smaller:.0%} of their parameters."
     )
     verdict += (
-        f" Mean loss over {len(losses['start'])} domains: {start:.3f} at the start, "
-        f"{teacher:.3f} routed stacks, {student:.3f} adapter, nats per token."
+        f" Mean loss over {len(domains_of(losses['start']))} domains: {start:.3f} at the "
+        f"start, {teacher:.3f} routed stacks, {student:.3f} adapter, nats per token."
     )
+    if OTHERS in losses["start"]:
+        before, routed, now = (losses[name][OTHERS] for name in ("start", "teacher", "student"))
+        verdict += f" Prompts of no domain: {before:.3f}, {routed:.3f}, {now:.3f}."
     columns: Columns = {
-        "domain": "text", "rows": "count", "start": ("number", 3), "routed stacks": ("number", 3),
+        "group": "text", "rows": "count", "start": ("number", 3), "routed stacks": ("number", 3),
         "adapter": ("number", 3), "share of the gain": "share",
     }  # fmt: skip
     rows = [
@@ -257,10 +270,11 @@ def distill_result(report: TrainReport) -> Result:
     caption = (
         "Held-out rows: mean cross-entropy per answer token, then over rows. start: the student "
         "before training. share of the gain: adapter against routed stacks, both over the start, "
-        "with 95% intervals over rows; empty where the stacks gain nothing for certain."
+        "with 95% intervals over rows; empty where the stacks gain nothing for certain, and for "
+        "prompts of no domain."
     )
     blocks: list[Block] = [
-        Table.of("domains", "Loss by domain", columns, rows, caption=caption),
+        Table.of("domains", "Loss by group", columns, rows, caption=caption),
         *([] if (plot := loss_plot(report)) is None else [plot]),
         plan_table(report),
     ]
@@ -347,7 +361,8 @@ class DistillRun(TrainRun):
         if base is None and fingerprint(open_checkpoint(self.setup.base_directory), bound) == bound:
             base = str(self.setup.base_directory)
         teacher = Teacher(store, base, options.base, options.routes, options.seed, options.router)
-        self.setup.notes.extend([*teacher.served.notes, *teacher.router.notes])
+        notes = [*teacher.served.notes, *teacher.router.notes]
+        self.setup.notes.extend(note for note in notes if note not in self.setup.notes)
         check_vocabularies(self.setup.tokenizer, teacher.served.tokenizer)
         train, held = read_taught(options, self.setup.tokenizer, [])
         cache = LossCache(directory / LOSSES)
@@ -400,7 +415,7 @@ class DistillRun(TrainRun):
         return parts
 
     def _validation_loss(self, model: Any) -> float:
-        """The mean over groups; at least that of the start where one of them rose too far above
+        """The mean over domains; at least that of the start where one of them rose too far above
         it: such weights must not be the best ones.
         """
         self._say("validating")
@@ -410,7 +425,8 @@ class DistillRun(TrainRun):
             self.start = losses
             self.measured["row_losses"] = losses
         then, now = _means(self._by_group(self.start)), self.measured["losses"]
-        rose = any(now[group] > then[group] + self.options.max_rise for group in now)
+        most = self.options.max_rise
+        rose = any(now[group] > then[group] + most for group in now if group != OTHERS)
         return max(_overall(now), _overall(then)) if rose else _overall(now)
 
     def _on_validation(self, state: TrainingState, record: Record) -> None:
