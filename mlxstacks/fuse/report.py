@@ -340,8 +340,8 @@ def verdict(
     ):
         cost = _cost(extra_bytes + alternative.extra_bytes, base_bytes)
         sentence += (
-            f" --requant {alternative.policy}: correlation {alternative.correlation:.3f}, survival "
-            f"{_percent(alternative.survival)}, {cost}."
+            f" Estimated for --requant {alternative.policy}: correlation "
+            f"{alternative.correlation:.3f}, survival {_percent(alternative.survival)}, {cost}."
         )
     return sentence
 

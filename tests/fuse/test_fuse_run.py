@@ -327,7 +327,7 @@ def test_alternative_is_named_only_below_the_target(
     model: Path, adapter: Path, tmp_path: Path
 ) -> None:
     assert (
-        "--requant promote: correlation 0.9"
+        "Estimated for --requant promote: correlation 0.9"
         in fuse(model, adapter, tmp_path / "a", requant="keep").verdict
     )
     assert (
@@ -421,7 +421,7 @@ def test_a_dry_run_says_what_correlation_to_expect(
     worst = min(figures, key=lambda path: figures[path] or 0.0)
     expected = f"no extra bytes; estimated correlation {figures[worst]:.3f} ({worst}) to "
     assert f"nothing was written; {expected}" in report.verdict
-    assert "--requant promote: correlation 0.9" in report.verdict
+    assert "Estimated for --requant promote: correlation 0.9" in report.verdict
 
 
 def test_dry_run_touches_nothing(model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -46,9 +46,10 @@ from mlxstacks.study.write import environment, write_result
 _LOW_AGREEMENT = 0.9
 _LOW_NOTE = (
     "The weights hold the adapter, and next tokens still differ: small changes flip much in this "
-    "model. --target-kl chooses bits by next tokens, a higher --target-correlation or --requant "
-    "dequantize keeps more, and --adapter-path serves the adapter unfused."
+    "model. {}a higher --target-correlation or --requant dequantize keeps more, and --adapter-path "
+    "serves the adapter unfused."
 )
+_BY_KL = "--target-kl chooses bits by next tokens, "
 FUSED, ZERO = "this fuse", "the same fuse of zeros, from the base"
 ANSWER_TOKENS, MOST_TOKENS = 32, 256
 _FUSE_SHARE = 1 / 8
@@ -236,7 +237,8 @@ def _judged(
     ]  # fmt: skip
     notes = result.notes
     if parts["agreement"] < _LOW_AGREEMENT and adapters_kept(result, settings):
-        notes = (*notes, _LOW_NOTE)
+        notes = (*notes, _LOW_NOTE.format("" if settings.target_kl else _BY_KL))
+        words += ". It answers otherwise than the adapter does (see the notes)"
     failed, least = result.failed_gate, settings.fail_under_agreement
     if least is not None and parts["agreement"] < least:
         low = f"agreement {parts['agreement']:.4f} is below --fail-under-agreement {least}"

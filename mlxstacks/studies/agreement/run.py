@@ -4,6 +4,7 @@ The reference answers prompts and reads texts once, and leaves what it finds lik
 model then reads the same tokens. Models are loaded one after the other. See `mlxstacks.agreement`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -282,14 +283,20 @@ def outcome(figures: dict[str, dict[str, Figures]]) -> str:
 
 
 def verdict(figures: dict[str, dict[str, Figures]]) -> str:
-    """The closest model first; of more than three the closest and the farthest."""
+    """The lowest KL first; of more than three the lowest and the highest. And which models are not
+    told from the first: those whose interval overlaps its own.
+    """
     ordered = sorted(figures.items(), key=lambda pair: float(pair[1]["all"]["kl_nats"]))
     said = [f"{name}: {in_words(parts['all'])}" for name, parts in ordered]
     if len(said) <= 3:
-        return f"Compared with the reference, {'; '.join(said)}."
-    return (
-        f"Closest to the reference is {said[0]}; farthest {said[-1]}; {len(said) - 2} lie between."
-    )
+        words = f"Compared with the reference, {'; '.join(said)}."
+    else:
+        words = f"Closest to the reference by KL is {said[0]}; farthest {said[-1]}; "
+        words += f"{len(said) - 2} lie between."
+    (closest, first), *others = ordered
+    _, high = first["all"]["kl_nats_interval"] or (0.0, 0.0)
+    near = [name for name, p in others if (p["all"]["kl_nats_interval"] or (math.inf,))[0] <= high]
+    return f"{words} Not told from {closest}: {', '.join(near)}." if near else words
 
 
 def in_words(parts: Figures) -> str:

@@ -6,6 +6,7 @@ Run: pytest tests/studies/agreement/test_run.py
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from mlxstacks.agreement import TOP_K, Agreement
 from mlxstacks.data import read_records
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.agreement.run import BASE, JUDGE, blocks, figures_of, in_words
+from mlxstacks.studies.agreement.run import BASE, JUDGE, blocks, figures_of, in_words, verdict
 from tests.cli.conftest import Run, command
 from tests.studies.conclusions import assert_its_files_give_edits_away
 
@@ -103,3 +104,19 @@ def test_no_answer_in_common_is_no_certainty() -> None:
     assert few["all"]["agreement_interval"] is few["all"]["kl_nats_interval"] is None
     assert in_words(few["all"]) == "the same next token in 0.0% of 30, KL 0.0000 nats per token"
     assert blocks({"other": few})
+
+
+def figures_with(kl: float, low: float, high: float) -> dict[str, Any]:
+    interval = {"kl_nats_interval": [low, high], "agreement_interval": [0.5, 0.6]}
+    return {"all": {"kl_nats": kl, "agreement": 0.55, "positions": 100, **interval}}
+
+
+def test_models_that_cannot_be_told_apart_are_not_ranked() -> None:
+    """As of three fuses of one adapter: KL 1.7224 (1.59 to 1.87) twice, 1.7281 (1.60 to 1.87)."""
+    same, other = figures_with(1.7224, 1.5918, 1.8700), figures_with(1.7281, 1.5968, 1.8707)
+    far = figures_with(7.5, 7.0, 8.0)
+    words = verdict({"b": same, "a": other, "c": same, "far": far})
+    assert words.startswith("Closest to the reference by KL is b:")
+    assert words.endswith("2 lie between. Not told from b: c, a.")
+    assert "Not told" not in verdict({"b": same, "far": far})
+    assert "Not told" not in verdict({"b": same})
