@@ -33,6 +33,8 @@ from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.settings import DomainSettings, OptimizerSettings, StackRunSettings
 
+# Validation on fewer says little: the verdict names them.
+FEW_ROWS = 8
 # Under this key of its data report a domain keeps the settings of its data, to read it again.
 DATA_SETTINGS = "settings"
 # Of the settings, what a trained stack does not depend on.
@@ -304,10 +306,10 @@ def read_rows_of(
     for name in (name for name in wanted if name not in stored):
         notes += data_notes(name, domains[name].report)
         held, rows = len(domains[name].validation), len(domains[name].train)
-        if held == 1 and wanted[name].validation_rows is None:
+        if held < FEW_ROWS and wanted[name].validation_rows is None:
             notes.append(
-                f"{name}: 1 row is for validation and {rows:,} to train on; validation_rows in "
-                "the domain's data sets another number."
+                f"{name}: {held} {'row is' if held == 1 else 'rows are'} for validation and "
+                f"{rows:,} to train on; validation_rows in the domain's data sets another number."
             )
     return {
         name: _encoded(domains[name], wanted[name], name in stored, settings, tokenizer, notes)

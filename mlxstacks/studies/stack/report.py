@@ -15,6 +15,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.guard.run import GuardReport
 from mlxstacks.layers.targets import stack_size
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.studies.stack.plan import FEW_ROWS
 from mlxstacks.studies.stack.samples import samples_table
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.setup import guard_json
@@ -375,6 +376,13 @@ def verdict(manifest: Manifest) -> str:
     nothing = [d.name for d in manifest.domains if d.enabled and not d.stacks]
     if nothing:
         words.append(f"Training gained nothing for {', '.join(nothing)}: no stack was kept.")
+    few = []
+    for domain in manifest.domains:
+        held = domain.data.get("validation_rows")
+        if domain.enabled and isinstance(held, int) and held < FEW_ROWS:
+            few.append(f"{domain.name} {held}")
+    if few:
+        words.append(f"Few rows to validate with: {', '.join(few)} (see validation_rows).")
     prefix = matrix.get("prefix", {})
     changed = [name for name, rise in rises(prefix).items() if rise != 0]
     if _moved(prefix):

@@ -256,6 +256,7 @@ def test_a_round_that_gains_too_little_is_the_last_and_dropped(
         assert "less than 50.0" in only["last"]
     assert dropped.data["domains"]["alpha"]["losses"] == kept.data["domains"]["alpha"]["losses"][:1]
     assert "gained nothing for alpha" in dropped.verdict
+    assert "Few rows to validate with: alpha 4 (see validation_rows)." in dropped.verdict
 
 
 def test_each_domain_may_have_rounds_batches_and_rate_of_its_own(
