@@ -22,6 +22,11 @@ Columns = Mapping[str, Kind | tuple[Kind, int]]
 Id = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}$")]
 
 
+def counted(count: int, what: str) -> str:
+    """1 row, 2 rows."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

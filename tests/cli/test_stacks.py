@@ -58,6 +58,13 @@ def test_verify_ends_with_1_on_a_damaged_store_and_names_the_file(
     assert [(p["file"], p["kind"]) for p in found["problems"]] == [(file, "size")]
 
 
+def test_one_stack_is_no_stacks(command: Run, work_dir: Path) -> None:
+    store = Store.create(work_dir / "store", "tiny", BASE)
+    add_domain(store, "chat", rounds=1, projections=ONE_EXPERT)
+    assert "Whole: 1 stack in 2 files" in command("stacks", "verify", "store")[1]
+    assert "Equal; 1 stack has the same bytes" in command("stacks", "diff", "store", "store")[1]
+
+
 def test_a_damaged_manifest_ends_with_1_without_a_traceback(command: Run, store: Store) -> None:
     (store.path / "manifest.json").write_text("{}")
     for name in ("list", "verify", "gc"):

@@ -29,6 +29,7 @@ from mlxstacks.study.document import (
     Standing,
     Table,
     Text,
+    counted,
     plain_names,
 )
 from mlxstacks.study.render.markdown import to_markdown
@@ -76,6 +77,10 @@ def run(tmp_path: Path) -> Path:
         (directory / "answers" / f"{arm}.jsonl").write_text('{"heads": true}\n')
     write_result(coin(), directory, directory)
     return directory
+
+
+def test_one_of_a_thing_has_no_plural() -> None:
+    assert [counted(n, "row") for n in range(3)] == ["0 rows", "1 row", "2 rows"]
 
 
 def test_a_result_reads_back_as_it_was_written(run: Path) -> None:

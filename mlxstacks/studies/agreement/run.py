@@ -277,9 +277,8 @@ def figures_of(agreement: Agreement) -> dict[str, Figures]:
 
 def outcome(figures: dict[str, dict[str, Figures]]) -> str:
     shares = [parts["all"]["agreement"] for parts in figures.values()]
-    return f"{100 * min(shares):.1f}% agree" if len(shares) == 1 else (
-        f"{100 * min(shares):.1f} to {100 * max(shares):.1f}% agree"
-    )  # fmt: skip
+    ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
+    return f"{' to '.join(ends)}% agree"
 
 
 def verdict(figures: dict[str, dict[str, Figures]]) -> str:

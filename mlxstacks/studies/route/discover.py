@@ -121,8 +121,8 @@ class _Discovery(Study):
         counts = _counts(self.examples, self.samples, self.rules, settings.random_control, unknown)
         if imported := sorted(unknown & {*self.rules.domains}):
             notes.append(
-                f"What {', '.join(imported)} was trained on is not recorded, as it was "
-                "imported: its prompts may be among those."
+                f"Imported, so what was trained on is not recorded: {', '.join(imported)}. "
+                "Prompts of that may be among those."
             )
         self.expected = max(1, counts["passes_expected"])
         if dropped := self.samples.dropped:

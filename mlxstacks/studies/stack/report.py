@@ -19,7 +19,7 @@ from mlxstacks.studies.stack.plan import FEW_ROWS
 from mlxstacks.studies.stack.samples import samples_table
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.setup import guard_json
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, counted
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment
@@ -199,13 +199,14 @@ def _run_table(data: Mapping[str, Any], settings: Mapping[str, Any], *, planned:
     kinds = ", ".join(
         f"{name} x{count}" if count > 1 else name for name, count in data["projections"].items()
     )
+    experts = counted(stack["num_experts"], "expert")
     where = f"{len(layers)} layers" if len(layers) > 8 else f"layers {', '.join(map(str, layers))}"
     top = min(stack["experts_per_token"], stack["num_experts"])
     frozen = bytes_in_words(data["stack_bytes"])
     facts: dict[str, Cell] = {
         "base": f"{data['base_model']}{' in float32' if data['base_in_float32'] else ''}",
         "projections": f"{data['modules']} in {where}: {kinds}",
-        "a stack": f"{stack['num_experts']} experts of rank {stack['rank']}, {top} a token",
+        "a stack": f"{experts} of rank {stack['rank']}, {top} a token",
         "its size": f"{data['trained_parameters']:,} parameters, {frozen} frozen",
     }
     if planned:
@@ -360,7 +361,7 @@ def ordered_matrix(manifest: Manifest) -> dict[str, dict[str, dict[str, float]]]
 
 
 def outcome(manifest: Manifest) -> str:
-    words = f"{_count(len(manifest.domains), 'domain')}, {_count(len(manifest.stacks), 'stack')}"
+    words = f"{counted(len(manifest.domains), 'domain')}, {counted(len(manifest.stacks), 'stack')}"
     moved = _moved(ordered_matrix(manifest).get("ungated", {}))
     worst = max(moved, key=lambda name: moved[name], default=None)
     return words if worst is None else f"{words}, {worst} {moved[worst]:+.3f} ungated"
@@ -372,7 +373,7 @@ def verdict(manifest: Manifest) -> str:
     stacks = manifest.enabled_stacks()
     size = bytes_in_words(sum(stack.file.nbytes for stack in stacks))
     count = sum(1 for domain in manifest.domains if domain.enabled)
-    words = [f"{_count(count, 'domain')} in {_count(len(stacks), 'frozen stack')} ({size})."]
+    words = [f"{counted(count, 'domain')} in {counted(len(stacks), 'frozen stack')} ({size})."]
     nothing = [d.name for d in manifest.domains if d.enabled and not d.stacks]
     if nothing:
         words.append(f"Training gained nothing for {', '.join(nothing)}: no stack was kept.")
@@ -409,7 +410,3 @@ def verdict(manifest: Manifest) -> str:
 def _moved(ungated: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """How much the loss of each domain but the last rose since its own training."""
     return {name: rise for name, rise in rises(ungated).items() if name != list(ungated)[-1]}
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

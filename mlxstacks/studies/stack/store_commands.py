@@ -30,7 +30,7 @@ from mlxstacks.studies.stack.report import (
     stored_json,
     verdict,
 )
-from mlxstacks.study.document import Block, Cell, Columns, Table
+from mlxstacks.study.document import Block, Cell, Columns, Table, counted
 from mlxstacks.study.result import Result
 
 _FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
@@ -103,12 +103,13 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Result
     """Every problem with its file; `failure` where there is one."""
     verified = store_verify.verify_store(settings, progress)
     rows = [(problem.file, problem.kind, problem.message) for problem in verified.problems]
-    size = f"{verified.files} files, {bytes_in_words(verified.nbytes)}, {_BASES[verified.base]}"
+    files = counted(verified.files, "file")
+    size = f"{files}, {bytes_in_words(verified.nbytes)}, {_BASES[verified.base]}"
     whole = "Damaged" if verified.problems else "Whole"
     return _result(
         "verify", "Check of a store",
         {"status": "damaged" if verified.problems else "whole", **asdict(verified)},
-        f"{whole}: {verified.stacks} stacks in {size}.", verified.notes,
+        f"{whole}: {counted(verified.stacks, 'stack')} in {size}.", verified.notes,
         blocks=_table("problems", "Problems", ("file", "kind", "problem"), rows),
         failure=verified.failure, outcome=whole.lower(),
     )  # fmt: skip
@@ -193,10 +194,12 @@ def diff_stores(settings: StacksDiffSettings) -> Result:
         for d in diff.differences
     ]  # fmt: skip
     columns = ("what", "name", "field", "first", "second")
-    equal = "Equal" if diff.equal else f"{len(rows)} differences"
+    equal = "Equal" if diff.equal else counted(len(rows), "difference")
+    alike = counted(len(diff.equal_stacks), "stack")
+    have = "has" if len(diff.equal_stacks) == 1 else "have"
     return _result(
         "diff", "Two stores", {"equal": diff.equal, **asdict(diff)},
-        f"{equal}; {len(diff.equal_stacks)} stacks have the same bytes in both.",
+        f"{equal}; {alike} {have} the same bytes in both.",
         blocks=_table("differences", "Differences", columns, rows), outcome=equal.lower(),
     )  # fmt: skip
 
@@ -205,11 +208,13 @@ def collect_garbage(settings: StacksGcSettings, dry_run: bool = False) -> Result
     """What went, what stays and until when."""
     collected = store_commands.collect_garbage(settings, dry_run)
     verb = "Would remove" if dry_run else "Removed"
-    words = f"{verb} {len(collected.removed)} files, {bytes_in_words(collected.removed_bytes)}."
+    files = counted(len(collected.removed), "file")
+    words = f"{verb} {files}, {bytes_in_words(collected.removed_bytes)}."
     if collected.kept:
         words += (
-            f" Kept {len(collected.kept)} files, {bytes_in_words(collected.kept_bytes)}, that "
-            f"were named until less than {collected.grace_seconds} seconds ago; "
+            f" Kept {counted(len(collected.kept), 'file')}, "
+            f"{bytes_in_words(collected.kept_bytes)}, named until less than "
+            f"{collected.grace_seconds} seconds ago; "
             "--grace-seconds 0 removes them at once."
         )
     notes = [f"{file}: no file of a store, left alone" for file in collected.strange]

@@ -42,6 +42,7 @@ from mlxstacks.layers.merge_ready import merge_ready_layers, stored_grids
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.studies.train.rewards import rewards_sha256
+from mlxstacks.study.document import counted
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.loop import arrays_sha256, trainable_weights
@@ -327,7 +328,8 @@ def read_data(
         notes.append("No rows to validate with: the last weights are kept, better or not.")
         return train, None, data.report
     if not data.report["validation_sources"]:
-        notes.append(f"{len(data.validation)} rows of the data were held out to validate with.")
+        held_out = counted(len(data.validation), "row")
+        notes.append(f"Held out to validate with: {held_out} of the data.")
     if repeated := data.report["validation_rows_trained_on"]:
         notes.append(f"{repeated} of {len(data.validation)} validation rows are trained on too.")
     most = most_validated(settings)
@@ -345,7 +347,7 @@ def read_pairs(
     settings: AlignSettings, tokenizer: Any, notes: list[str]
 ) -> tuple[EncodedPairs, EncodedPairs, dict[str, Any]]:
     """Pairs to train on, pairs to validate with, and the report of both."""
-    about, data = _read_aligned(settings, tokenizer, notes, "preference", "pairs")
+    about, data = _read_aligned(settings, tokenizer, notes, "preference", "pair")
     parts = []
     for part in ("train", "validation"):
         pairs = encode_pairs(getattr(data, part), tokenizer, about, settings.max_seq_length)
@@ -369,7 +371,7 @@ def read_prompts(
     settings: AlignSettings, tokenizer: Any, notes: list[str]
 ) -> tuple[tuple[EncodedPrompts, EncodedPrompts], dict[str, Any]]:
     """Prompts to train on and to validate with, and the report of both."""
-    about, data = _read_aligned(settings, tokenizer, notes, "prompt", "prompts")
+    about, data = _read_aligned(settings, tokenizer, notes, "prompt", "prompt")
     if about.template == "alpaca":
         raise InputError("grpo puts prompts into the chat template; leave template out")
     parts = []
@@ -410,7 +412,8 @@ def _read_aligned(
         data = read_train_data(about.model_copy(update={"validation_rows": 1}), Path(), tokenizer)
     notes += data_notes("data", data.report)
     if not data.report["validation_sources"]:
-        notes.append(f"{len(data.validation)} {what} of the data were held out to validate with.")
+        held_out = counted(len(data.validation), what)
+        notes.append(f"Held out to validate with: {held_out} of the data.")
     return about, data
 
 

@@ -14,7 +14,15 @@ import pytest
 from mlxstacks.agreement import TOP_K, Agreement
 from mlxstacks.data import read_records
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.agreement.run import BASE, JUDGE, blocks, figures_of, in_words, verdict
+from mlxstacks.studies.agreement.run import (
+    BASE,
+    JUDGE,
+    blocks,
+    figures_of,
+    in_words,
+    outcome,
+    verdict,
+)
 from tests.cli.conftest import Run, command
 from tests.studies.conclusions import assert_its_files_give_edits_away
 
@@ -59,6 +67,19 @@ def test_an_adapter_shows_and_the_same_model_does_not(rows: Path, command: Run) 
     assert {row[0] for row in document["blocks"][0]["rows"]} == {BASE, name}
     assert document["data"]["top_k"] == TOP_K
     assert_its_files_give_edits_away(Path("two"), f"models.{BASE}.all.positions")
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ((0.9,), "90.0% agree"),
+        ((0.9, 0.8), "80.0 to 90.0% agree"),
+        ((0.8213, 0.8209), "82.1% agree"),
+    ],
+)
+def test_a_range_has_two_ends_that_differ(shares: tuple[float, ...], words: str) -> None:
+    figures = {str(share): {"all": {"agreement": share}} for share in shares}
+    assert outcome(figures) == words
 
 
 def test_what_cannot_be_compared_is_refused(rows: Path, command: Run) -> None:

@@ -417,6 +417,18 @@ def test_an_imported_domain_takes_no_file_that_happens_to_be_here(
     assert any("imported" in note for note in notes)
 
 
+def test_a_note_names_the_domains_whose_training_is_not_recorded(
+    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Store.open(places[1])
+    domains = tuple(replace(d, split=None) for d in opened.manifest.domains)
+    opened.manifest = replace(opened.manifest, domains=domains)
+    monkeypatch.setattr(Store, "open", lambda path: opened)
+    report = run(settings_for(places, tmp_path / "out"), dry_run=True)
+    listed = ", ".join(DOMAINS)
+    assert any(f"so what was trained on is not recorded: {listed}." in n for n in report.notes)
+
+
 def test_progress_moves_forward_and_stays_below_its_end(discovery: Discovery) -> None:
     report, target, calls = discovery
     counts, made = report.data["counts"], report.data["figures"]["passes_made"]

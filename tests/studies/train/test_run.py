@@ -479,7 +479,7 @@ def test_several_sources_in_their_formats(places: tuple[Path, Path], tmp_path: P
     read = [(s["formats"], s["rows_kept"]) for s in report["data"]["sources"]]
     assert read == [({"alpaca": 61}, 60), ({"chat": 9}, 9)]
     assert report["train_rows"] + report["validation_rows"] == 69
-    assert any("were held out to validate with" in note for note in setup.notes)
+    assert any(note.startswith("Held out to validate with: ") for note in setup.notes)
     assert any("60 of 61 rows are used (1 no answer)" in note for note in setup.notes)
     assert all(not s["changed"] for s in report["data"]["sources"])
     text = base_model.load(places[0])[1].decode(setup.train.rows[0].tokens)
