@@ -382,7 +382,7 @@ class DistillRun(TrainRun):
                 self.files.write(number, tops)
             self._say("the teacher's own losses")
             losses = RowLosses(teacher.served, held.rows, cache)
-            weights = teacher.weights([e.prompt for e in held.examples], losses)
+            weights = teacher.routed([e.prompt for e in held.examples])
             of_teacher = losses.of([*enumerate(weights)])
             write_json(directory / TEACHER, {"run_id": run_id(self.identity), "losses": of_teacher})
         finally:

@@ -69,9 +69,7 @@ class Teacher:
 
     def weights(self, prompts: Sequence[str], losses: RowLosses) -> list[dict[str, float]]:
         """Of each prompt, whose row has the same place in `losses`."""
-        domains = self.served.domains
-        scores = self.router.scores(prompts)
-        own = [dict(self.router.decide(s, routable=domains).weights) for s in scores]
+        own, domains = self.routed(prompts), self.served.domains
         if self.routes != "multi-route":
             return own
         found = []
@@ -86,6 +84,12 @@ class Teacher:
             draw = keyed_hash(self.seed, "route", prompts[place])
             found.append(helpful[draw % len(helpful)] if helpful else mine)
         return found
+
+    def routed(self, prompts: Sequence[str]) -> list[dict[str, float]]:
+        """The router's weights of each prompt."""
+        scores = self.router.scores(prompts)
+        domains = self.served.domains
+        return [dict(self.router.decide(s, routable=domains).weights) for s in scores]
 
     def distributions(
         self,

@@ -79,9 +79,13 @@ def test_start_is_the_base_of_the_store(places: Places, distilled: tuple[Result,
     np.testing.assert_allclose(found, losses, atol=1e-4)
 
 
-@pytest.mark.parametrize("routes", ["dense", "multi-route"])
-def test_other_routes_teach_otherwise(places: Places, routes: Any, tmp_path: Path) -> None:
-    assert distill(places, tmp_path / "out", routes=routes).status == "done"
+def test_other_routes_teach_otherwise_and_are_held_against_the_router(
+    places: Places, distilled: tuple[Result, Path], tmp_path: Path
+) -> None:
+    found = distill(places, tmp_path / "out", routes="multi-route").data["losses"]
+    first = distilled[0].data["losses"]
+    assert found["teacher"] == pytest.approx(first["teacher"])
+    assert found["student"] != pytest.approx(first["student"], abs=1e-6)
 
 
 def test_dense_lets_every_expert_answer(places: Places) -> None:
