@@ -82,5 +82,8 @@ def prepare_base(
         if device.kind == "cpu" and not checkpointed:
             base_model.group_experts(model)
         size = memory.bytes_in_words(needed)
-        notes.append(f"The base computes with its stored values in float32 ({size}).")
+        note = f"The base computes with its stored values in float32 ({size})"
+        if base == "auto":
+            note += "; --base stored rounds as mlx-lm does, and may answer otherwise"
+        notes.append(f"{note}.")
     return wanted
