@@ -107,7 +107,8 @@ def read_taught(
     )  # fmt: skip
     by_group: dict[str, list[tuple[RouterExample, Row]]] = {}
     cut = empty = 0
-    for example in read_examples(asked, store, tokenizer, notes):
+    about_rows: list[str] = []  # an error lists them all
+    for example in read_examples(asked, store, tokenizer, about_rows):
         row = None
         if example.answer is not None:
             longest = settings.max_seq_length
@@ -119,6 +120,7 @@ def read_taught(
             continue
         cut += len(row.tokens) == settings.max_seq_length
         by_group.setdefault(group_of(example), []).append((example, row))
+    notes += about_rows
     if empty:
         notes.append(f"{empty} rows have no answer to learn from; left out.")
     most = most_validated(settings)
