@@ -74,6 +74,12 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "studies/train/test_kill.py::test_a_killed_run_ends_with_the_bytes_of_one_that_was_not",
             "studies/stack/test_faults.py::test_killed_at_random_moments_it_ends_with_the_same_bytes",
         ),
+        "A student that damages a domain is not written.": (
+            "studies/route/test_distill.py::test_weights_that_damage_a_domain_are_not_written",
+        ),
+        "A stopped run of `distill` ends with the same bytes, and asks its teacher once.": (
+            "studies/route/test_distill.py::test_a_run_that_was_stopped_ends_with_the_same_bytes",
+        ),
         "Checkpointed layers train to the same bytes.": (
             "studies/train/test_run.py::test_checkpointed_layers_train_to_the_same_bytes",
         ),
