@@ -48,7 +48,7 @@ from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.modes import evaluating
 from mlxstacks.training.step import size_and_rank
 
-LOSSES, TEACHER = "teacher-losses.jsonl", "teacher.json"
+LOSSES, TEACHER = "teacher-losses-{}.jsonl", "teacher.json"
 # Of the rows of a label of which a teacher's stack knows none or all, so many are held out.
 HELD_OUT_SHARE = 0.1
 
@@ -136,9 +136,12 @@ def read_taught(
                 )
             count = math.ceil(HELD_OUT_SHARE * len(pairs)) if len(pairs) > 1 else 0
             unknown, known = pairs[:count], pairs[count:]
+        if len(unknown) > len(known):  # the stacks know few of the rows
+            count = max(1, math.ceil(HELD_OUT_SHARE * len(pairs)))
+            unknown, known = unknown[:count], [*unknown[count:], *known]
         held += unknown[:most]
         train += known
-    if not train or not held:
+    if not train or not domains_of(group_of(example) for example, _ in held):
         raise InputError(
             "distill needs rows with answers to train on and to validate with; got "
             f"{len(train)} and {len(held)}. Give --data with more of them"
@@ -166,7 +169,12 @@ def distill_rows(
 
 
 def _ids_sha256(rows: TaughtRows) -> str:
-    return hashlib.sha256("\n".join(e.row_id for e in rows.examples).encode()).hexdigest()
+    """Of what is learned: labels, prompts to route by, tokens."""
+    lines = (
+        f"{group_of(e)}\t{e.prompt!r}\t{row.tokens}\t{row.weights}"
+        for e, row in zip(rows.examples, rows.rows, strict=True)
+    )
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 # --- what came of it ------------------------------------------------------------------------------
@@ -193,7 +201,10 @@ def _read_losses(path: Path, identity: str) -> list[float] | None:
     """What the teacher was measured at; None where that is still to be done."""
     if not path.is_file():
         return None
-    found = read_object(path.read_bytes())
+    try:
+        found = read_object(path.read_bytes())
+    except (OSError, ValueError):
+        return None
     return found["losses"] if found.get("run_id") == identity else None
 
 
@@ -321,7 +332,9 @@ class DistillRun(TrainRun):
             sha256 = hashlib.sha256(router_file_at(self.options.router).read_bytes()).hexdigest()
         return own | {
             "teacher_fingerprint": store.manifest.base_fingerprint,
-            "teacher_stacks": [stack.file.sha256 for stack in store.enabled_stacks()],
+            "teacher_stacks": [
+                [stack.domain, stack.file.sha256] for stack in store.enabled_stacks()
+            ],
             "router_sha256": sha256,
         }
 
@@ -367,7 +380,7 @@ class DistillRun(TrainRun):
         self.setup.notes.extend(note for note in notes if note not in self.setup.notes)
         check_vocabularies(self.setup.tokenizer, teacher.served.tokenizer)
         train, held = read_taught(options, self.setup.tokenizer, [])
-        cache = LossCache(directory / LOSSES)
+        cache = LossCache(directory / LOSSES.format(run_id(self.identity)))
         try:
             width = teacher.router.header.input_dims or USUAL_WIDTH
             self._say("asking the teacher")
@@ -428,7 +441,7 @@ class DistillRun(TrainRun):
             self.measured["row_losses"] = losses
         then, now = _means(self._by_group(self.start)), self.measured["losses"]
         most = self.options.max_rise
-        rose = any(now[group] > then[group] + most for group in now if group != OTHERS)
+        rose = any(not now[group] <= then[group] + most for group in now if group != OTHERS)
         return max(_overall(now), _overall(then)) if rose else _overall(now)
 
     def _on_validation(self, state: TrainingState, record: Record) -> None:

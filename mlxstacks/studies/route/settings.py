@@ -235,7 +235,7 @@ class DistillSettings(TrainSettings):
         "the routes that lower the row's loss.",
     )
     temperature: float = Field(
-        2.0, gt=0, le=100, description="Temperature of the teacher's and the student's "
+        2.0, ge=0.05, le=100, description="Temperature of the teacher's and the student's "
         "distributions in the divergence.",
     )  # fmt: skip
     top_logits: int = Field(

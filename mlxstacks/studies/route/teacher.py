@@ -10,7 +10,8 @@ multi-route   drawn by seed and row among those that lower the row's loss by THR
               alone, the router's weights, all domains; the router's where none does
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,23 @@ class Teacher:
         self.routes, self.seed = routes, seed
         model_, tokenizer = self.served.model, self.served.tokenizer
         self.router = load_prompt_router(store, model_, tokenizer, router_path)
-        if routes == "dense":
-            for _, layer in stacked_layers(model_):
+
+    @contextmanager
+    def all_experts(self) -> Iterator[None]:
+        """Every expert of every stack answers, for the length of a block."""
+        layers = [
+            (layer, list(layer.stacks.stacks())) for _, layer in stacked_layers(self.served.model)
+        ]
+        try:
+            for layer, stacks in layers:
                 layer.set_stacks([
                     replace(stack, shape=replace(stack.shape, top_k=stack.shape.num_experts))
-                    for stack in layer.stacks.stacks()
+                    for stack in stacks
                 ])  # fmt: skip
+            yield
+        finally:
+            for layer, stacks in layers:
+                layer.set_stacks(stacks)
 
     def weights(self, prompts: Sequence[str], losses: RowLosses) -> list[dict[str, float]]:
         """Of each prompt, whose row has the same place in `losses`."""
@@ -102,11 +114,12 @@ class Teacher:
         """Of the answer tokens of each row."""
         model, dtype = self.served.model, self.served.dtype
         head, _ = find_output_head(model)
+        dense = self.routes == "dense"
         lengths = [len(row.tokens) for row in rows]
         candidates = [candidate(place, w) for place, w in enumerate(weights)]
         found: dict[int, TopLogits] = {}
         try:
-            with evaluating(model):
+            with evaluating(model), self.all_experts() if dense else nullcontext():
                 for batch in plan_batches(candidates, lengths, batch_tokens):
                     names = list(dict.fromkeys(n for i in batch for n in weights[i]))
                     table = [[weights[i].get(name, 0.0) for name in names] for i in batch]
@@ -165,7 +178,9 @@ class TeacherFiles:
         except (RuntimeError, ValueError, OSError):
             return False
         digest = about.pop("sha256", None)
-        return about == self.about and digest == arrays_sha256(arrays, about)
+        names = {f"{row}.{name}" for row in self._parts[number] for name in TopLogits._fields}
+        of_these = about == self.about and arrays.keys() == names
+        return of_these and digest == arrays_sha256(arrays, about)
 
 
 def check_vocabularies(student: Any, teacher: Any) -> None:

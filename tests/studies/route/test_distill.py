@@ -85,16 +85,25 @@ def test_other_routes_teach_otherwise_and_are_held_against_the_router(
     found = distill(places, tmp_path / "out", routes="multi-route").data["losses"]
     first = distilled[0].data["losses"]
     assert found["teacher"] == pytest.approx(first["teacher"])
+    dense = distill(places, tmp_path / "dense", routes="dense").data["losses"]
+    assert dense["teacher"] == pytest.approx(first["teacher"])
     assert found["student"] != pytest.approx(first["student"], abs=1e-6)
 
 
 def test_dense_lets_every_expert_answer(places: Places) -> None:
     store = Store.open(places.store)
     teacher = Teacher(store, str(places.model), "auto", "dense", 0)
-    shapes = [s.shape for _, layer in stacked_layers(teacher.served.model)
-              for s in layer.stacks.stacks()]  # fmt: skip
-    assert shapes
-    assert all(shape.top_k == shape.num_experts for shape in shapes)
+
+    def top_k() -> list[bool]:
+        layers = [layer for _, layer in stacked_layers(teacher.served.model)]
+        shapes = [stack.shape for layer in layers for stack in layer.stacks.stacks()]
+        return [shape.top_k == shape.num_experts for shape in shapes]
+
+    before = top_k()
+    with teacher.all_experts():
+        assert before
+        assert all(top_k())
+    assert top_k() == before
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(
