@@ -42,9 +42,17 @@ class TopLogits(NamedTuple):
 
 
 def top_logits(
-    model: nn.Module, rows: Batch, head: OutputHead | None, temperature: float, k: int
+    model: nn.Module,
+    rows: Batch,
+    head: OutputHead | None,
+    temperature: float,
+    k: int,
+    vocabulary: int | None = None,
 ) -> list[TopLogits]:
-    """What the model gives each row's tokens that have weight; k at most the vocabulary."""
+    """What the model gives each row's tokens that have weight; k at most the vocabulary.
+
+    vocabulary: tokens from this number on are padding of the model's and do not count.
+    """
     inputs = mx.array(rows.inputs)
     if head is None:
         states, _ = call_model(model, inputs)
@@ -58,7 +66,7 @@ def top_logits(
         parts = []
         for part in pieces(len(own), most):
             some = own[part] if head is None else head(own[part])
-            parts.append(_largest(some.astype(mx.float32) / temperature, k))
+            parts.append(_largest(some[:, :vocabulary].astype(mx.float32) / temperature, k))
             mx.eval(parts[-1])
         ids, log_p = (np.concatenate([np.array(p[i]) for p in parts]) for i in (0, 1))
         found.append(TopLogits(ids, log_p))

@@ -115,6 +115,7 @@ class Teacher:
         model, dtype = self.served.model, self.served.dtype
         head, _ = find_output_head(model)
         dense = self.routes == "dense"
+        vocabulary = max(self.served.tokenizer.get_vocab().values()) + 1
         lengths = [len(row.tokens) for row in rows]
         candidates = [candidate(place, w) for place, w in enumerate(weights)]
         found: dict[int, TopLogits] = {}
@@ -125,7 +126,12 @@ class Teacher:
                     table = [[weights[i].get(name, 0.0) for name in names] for i in batch]
                     set_mode(model, routed(names, table) if names else base(), dtype)
                     made = top_logits(
-                        model, make_batch([rows[i] for i in batch]), head, temperature, k
+                        model,
+                        make_batch([rows[i] for i in batch]),
+                        head,
+                        temperature,
+                        k,
+                        vocabulary,
                     )
                     found |= dict(zip(batch, made, strict=True))
         finally:
