@@ -11,24 +11,16 @@ most the whole one, and it is the whole one where k is the vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 
 from mlxstacks.data import Batch
-from mlxstacks.layers.adapted import begin_step
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import pieces
-from mlxstacks.training.step import (
-    StepGradients,
-    call_model,
-    random_key,
-    sums_at,
-    tokens_that_count,
-)
+from mlxstacks.training.step import StepGradients, added_up, call_model, sums_at
 
 # Below it a rest is rounding: k probabilities of float32 do not add up to exactly 1.
 _LEAST_REST = 1e-6
@@ -156,16 +148,6 @@ class DistillationGradients:
 
     def __call__(self, batches: Sequence[TaughtBatch], seed: int, step: int) -> StepGradients:
         weight = float(sum(batch.rows.target_weights.sum(dtype=np.float64) for batch in batches))
-        total: Any = None
-        for place, batch in enumerate(batches):
-            counted = tokens_that_count(mx.array(batch.rows.target_weights))
-            begin_step(self.model, random_key(f"{seed}/{step}/{place}/0"), counted)
-            try:
-                (_, sums), gradients = self._function(batch, weight)
-            finally:
-                begin_step(self.model, None)
-            part = sums, gradients
-            total = part if total is None else tree_map(mx.add, total, part)
-            mx.eval(total)
-        sums, gradients = total
+        parts = [(batch, weight) for batch in batches]
+        (_, sums), gradients = added_up(self.model, self._function, parts, f"{seed}/{step}")
         return StepGradients(sums[0], {"cross_entropy": sums[1], "divergence": sums[2]}, gradients)

@@ -11,18 +11,15 @@ and the unbiased estimate of the divergence from Schulman's note (2020):
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 
 from mlxstacks.data import Batch, Row, make_batch
-from mlxstacks.layers.adapted import begin_step
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.training.sampling import Answer
-from mlxstacks.training.step import StepGradients, call_model, sums_at, tokens_that_count
+from mlxstacks.training.step import StepGradients, added_up, call_model, sums_at
 
 # Largest size of an exponent: a ratio beyond e^10 is a broken model, not a policy.
 LARGEST_EXPONENT = 10.0
@@ -146,17 +143,8 @@ class GroupGradients:
     def __call__(self, batches: Sequence[GroupBatch], seed: int, step: int) -> StepGradients:
         """seed, step: not used, since nothing here is random: dropout and noise are off."""
         answers = sum(len(batch.tokens) for batch in batches)
-        total: Any = None
-        for batch in batches:
-            begin_step(self.model, None, tokens_that_count(mx.array(batch.rows.target_weights)))
-            try:
-                (_, sums), gradients = self._function(batch, answers)
-            finally:
-                begin_step(self.model, None)
-            part = sums, gradients
-            total = part if total is None else tree_map(mx.add, total, part)
-            mx.eval(total)
-        sums, gradients = total
+        of_step = [(batch, answers) for batch in batches]
+        (_, sums), gradients = added_up(self.model, self._function, of_step)
         reward = float(np.mean(np.concatenate([batch.rewards for batch in batches])))
         parts = {"reward": mx.array(reward), "divergence": sums[1], "clipped": sums[2]}
         return StepGradients(sums[0], parts, gradients)

@@ -11,18 +11,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 
 from mlxstacks.data import Batch, Row, make_batch
-from mlxstacks.layers.adapted import begin_step
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import weighted_cross_entropy_sum
-from mlxstacks.training.step import (
-    StepGradients,
-    call_model,
-    random_key,
-    tokens_that_count,
-)
+from mlxstacks.training.step import StepGradients, added_up, call_model
 
 
 class PairScores(NamedTuple):
@@ -165,15 +158,6 @@ class PairGradients:
 
     def __call__(self, batches: Sequence[Any], seed: int, step: int) -> StepGradients:
         pairs = sum(batch.pairs for batch in batches)
-        total: Any = None
-        for place, batch in enumerate(batches):
-            counted = tokens_that_count(mx.array(batch.rows.target_weights))
-            begin_step(self.model, random_key(f"{seed}/{step}/{place}/0"), counted)
-            try:
-                part = self._function(batch, batch.pairs / pairs)
-            finally:
-                begin_step(self.model, None)
-            total = part if total is None else tree_map(mx.add, total, part)
-            mx.eval(total)
-        loss, gradients = total
+        parts = [(batch, batch.pairs / pairs) for batch in batches]
+        loss, gradients = added_up(self.model, self._function, parts, f"{seed}/{step}")
         return StepGradients(loss, {}, gradients)

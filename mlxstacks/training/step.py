@@ -127,6 +127,30 @@ def sums_at(
     return head.sum_by_pieces(sums, hidden.reshape(-1, hidden.shape[-1])[places], *arrays)
 
 
+def added_up(
+    model: nn.Module,
+    function: Callable[[Any, float], Any],
+    parts: Sequence[tuple[Any, float]],
+    key: str | None = None,
+) -> Any:
+    """The sum of `function(batch, share)` over (batch, share), evaluated one after the other.
+
+    Each batch has `rows` with target weights. key: what dropout and noise draw with is made of it
+    and of the batch's place; None turns them off.
+    """
+    total: Any = None
+    for place, (batch, share) in enumerate(parts):
+        drawn = None if key is None else random_key(f"{key}/{place}/0")
+        begin_step(model, drawn, tokens_that_count(mx.array(batch.rows.target_weights)))
+        try:
+            part = function(batch, share)
+        finally:
+            begin_step(model, None)
+        total = part if total is None else tree_map(mx.add, total, part)
+        mx.eval(total)
+    return total
+
+
 @dataclass(frozen=True, eq=False)
 class CrossEntropyLoss:
     """What `cross_entropy_loss` makes. head: None for all logits at once."""

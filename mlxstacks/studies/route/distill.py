@@ -46,7 +46,6 @@ from mlxstacks.training.distillation import (
 )
 from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.step import size_and_rank
 
 LOSSES, TEACHER = "teacher-losses-{}.jsonl", "teacher.json"
 # Of the rows of a label of which a teacher's stack knows none or all, so many are held out.
@@ -304,6 +303,7 @@ class DistillRun(TrainRun):
     """A training of a student."""
 
     command = "distill"
+    in_one_process = True
     rows_of = staticmethod(distill_rows)
     result_of = staticmethod(distill_result)
     measured: dict[str, Any]
@@ -315,11 +315,6 @@ class DistillRun(TrainRun):
     def options(self) -> DistillSettings:
         assert isinstance(self.settings, DistillSettings)
         return self.settings
-
-    def run(self) -> tuple[TrainReport, Result]:
-        if size_and_rank(self.group)[0] > 1:
-            raise InputError("distill runs in one process; start it without mlx.launch")
-        return super().run()
 
     def _identity(self) -> dict[str, Any]:
         """The store by its files, not by where it lies."""

@@ -134,6 +134,7 @@ class TrainRun:
     command = "train"
     result_of = staticmethod(result_of)
     rows_of: RowsOf | None = None
+    in_one_process = False
 
     def __init__(
         self,
@@ -181,6 +182,8 @@ class TrainRun:
         self.started = time.monotonic()
 
     def run(self) -> tuple[TrainReport, Result]:
+        if self.in_one_process and self.group is not None:
+            raise InputError(f"{self.command} runs in one process; start it without mlx.launch")
         if self.is_main:
             resume = self.settings.resume
             self.work = RunDirectory(self.target, self.identity, resume=resume)

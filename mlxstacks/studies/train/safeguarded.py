@@ -3,15 +3,12 @@
 import math
 from typing import Any, ClassVar
 
-from mlxstacks.errors import InputError
 from mlxstacks.studies.train.report import TrainReport
 from mlxstacks.studies.train.run import TrainRun
 from mlxstacks.study.document import Table
-from mlxstacks.study.result import Result
 from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.safeguards import Safeguards
 from mlxstacks.training.settings import AlignSettings
-from mlxstacks.training.step import size_and_rank
 
 
 def safeguards_table(report: TrainReport) -> Table:
@@ -31,6 +28,7 @@ class SafeguardedRun(TrainRun):
     """
 
     command = "align"
+    in_one_process = True
     watched: ClassVar[tuple[str, str]]
     measured: Record
 
@@ -38,11 +36,6 @@ class SafeguardedRun(TrainRun):
     def options(self) -> AlignSettings:
         assert isinstance(self.settings, AlignSettings)
         return self.settings
-
-    def run(self) -> tuple[TrainReport, Result]:
-        if size_and_rank(self.group)[0] > 1:
-            raise InputError("align runs in one process; start it without mlx.launch")
-        return super().run()
 
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         self.start_loss = state.validation[0][self.watched[0]] if state.validation else None
