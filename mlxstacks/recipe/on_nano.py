@@ -49,13 +49,20 @@ def route_train(settings: Any, dry_run: bool = False) -> Prepared:
 
 
 def distill(settings: Any, dry_run: bool = False) -> Prepared:
-    """As `route`, with nano's routing data where none are given."""
-    from mlxstacks.nano.exports import nano_paths
+    """Of a store of nano's: nano as the teacher and, unless another is named, as the student; and
+    its routing data where none are given.
+    """
+    from mlxstacks.nano.exports import nano_model, nano_paths
 
-    prepared = route(settings)[0]
-    if prepared is settings or settings.data:
-        return prepared, {}
-    return prepared.model_copy(update={"data": str(nano_paths().routing_path)}), {}
+    model = nano_model(settings.store_path)
+    if model is None:
+        return settings, {}
+    given = {
+        "model": settings.model or str(model),
+        "teacher": settings.teacher or str(model),
+        "data": settings.data or str(nano_paths().routing_path),
+    }
+    return settings.model_copy(update=given), {}
 
 
 def stacks_analyse(settings: Any, dry_run: bool = False) -> Prepared:

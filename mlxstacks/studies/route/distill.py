@@ -8,6 +8,7 @@ rows, then over domains; mixtures of them and prompts of no domain are measured 
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,20 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.strict_json import read_object
-from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
+from mlxstacks.routing.candidate_losses import LossCache
 from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.routing.resident import release_memory
 from mlxstacks.routing.router import router_file_at
 from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import OTHERS, encode_pair, read_examples, template_of
-from mlxstacks.studies.route.served import USUAL_WIDTH, RowLosses
+from mlxstacks.studies.route.served import RowLosses
 from mlxstacks.studies.route.settings import DistillSettings
-from mlxstacks.studies.route.teacher import Teacher, TeacherFiles, check_vocabularies
+from mlxstacks.studies.route.teacher import (
+    Teacher,
+    TeacherFiles,
+    check_vocabularies,
+    vocabulary_size,
+)
 from mlxstacks.studies.train.report import TrainReport, loss_plot, plan_table, result_of
 from mlxstacks.studies.train.run import TrainRun, train_with
 from mlxstacks.studies.train.setup import most_validated
@@ -48,8 +54,10 @@ from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.modes import evaluating
 
 LOSSES, TEACHER = "teacher-losses-{}.jsonl", "teacher.json"
-# Of the rows of a label of which a teacher's stack knows none or all, so many are held out.
+# Held out of a label, unless rows that no stack was trained on are fewer than the others.
 HELD_OUT_SHARE = 0.1
+# Fewer rows give no interval that means something.
+LEAST_ROWS = 8
 
 
 def run(
@@ -73,14 +81,18 @@ def run(
 
 @dataclass(frozen=True, eq=False)
 class TaughtRows:
-    """Of each row its example, in the order of the labels. cut: rows that were too long."""
+    """Of each row its example, in the order of the labels."""
 
     examples: list[RouterExample]
     rows: list[Row]
-    cut: int = 0
 
-    def encoded(self) -> EncodedRows:
-        return EncodedRows(self.rows, [e.row_id for e in self.examples], self.cut, 0)
+    def encoded(self, longest: int) -> EncodedRows:
+        """Those as long as the limit count as cut, though some may end there."""
+        cut = sum(len(row.tokens) == longest for row in self.rows)
+        return EncodedRows(self.rows, [e.row_id for e in self.examples], cut, 0)
+
+
+Taught = tuple[RouterExample, Row]
 
 
 def group_of(example: RouterExample) -> str:
@@ -93,9 +105,8 @@ def read_taught(
 ) -> tuple[TaughtRows, TaughtRows]:
     """Rows to train on and rows to validate with, each with an answer.
 
-    Held out are rows that no stack of the store was trained on. Of a label where that is none or
-    all of them, a tenth is held out by its hash.
-    Raises: InputError: nothing is left of one of the two.
+    See `split`. Raises: InputError: nothing is left to train on, or no row of a domain to validate
+    with.
     """
     store = Store.open(str(settings.store_path))
     template = template_of(settings.template, store)
@@ -104,8 +115,8 @@ def read_taught(
         store_path=settings.store_path, data=settings.data, single_cap=settings.rows_per_domain,
         mixed_cap=settings.rows_per_domain, seed=settings.seed,
     )  # fmt: skip
-    by_group: dict[str, list[tuple[RouterExample, Row]]] = {}
-    cut = empty = 0
+    by_group: dict[str, list[Taught]] = {}
+    empty = 0
     about_rows: list[str] = []  # an error lists them all
     for example in read_examples(asked, store, tokenizer, about_rows):
         row = None
@@ -117,38 +128,48 @@ def read_taught(
         if row is None:
             empty += 1
             continue
-        cut += len(row.tokens) == settings.max_seq_length
         by_group.setdefault(group_of(example), []).append((example, row))
     notes += about_rows
     if empty:
-        notes.append(f"{empty} rows have no answer to learn from; left out.")
+        notes.append(
+            f"{empty} rows have no answer, or none within max_seq_length tokens; left out."
+        )
     most = most_validated(settings)
-    train: list[tuple[RouterExample, Row]] = []
-    held: list[tuple[RouterExample, Row]] = []
+    train: list[Taught] = []
+    held: list[Taught] = []
     for group, pairs in by_group.items():
-        unknown = [pair for pair in pairs if not pair[0].trained_on]
-        known = [pair for pair in pairs if pair[0].trained_on]
-        if not unknown or not known:
-            if known:
-                notes.append(
-                    f"{group}: the stacks were trained on every row; those held out flatter them."
-                )
-            count = math.ceil(HELD_OUT_SHARE * len(pairs)) if len(pairs) > 1 else 0
-            unknown, known = pairs[:count], pairs[count:]
-        if len(unknown) > len(known):  # the stacks know few of the rows
-            count = max(1, math.ceil(HELD_OUT_SHARE * len(pairs)))
-            unknown, known = unknown[:count], [*unknown[count:], *known]
-        held += unknown[:most]
-        train += known
+        of_held, of_train = split(pairs, most)
+        held += of_held
+        train += of_train
+        if not of_held:
+            notes.append(f"{group}: too few rows to hold one out; no limit guards its loss.")
+        elif all(example.trained_on for example, _ in of_held):
+            notes.append(f"{group}: stacks were trained on every row, which flatters them.")
     if not train or not domains_of(group_of(example) for example, _ in held):
         raise InputError(
-            "distill needs rows with answers to train on and to validate with; got "
-            f"{len(train)} and {len(held)}. Give --data with more of them"
+            "distill needs rows of a domain with answers, some to train on and some to validate "
+            f"with; got {len(train)} and {len(held)}. Give --data with more of them, or a larger "
+            "--max-seq-length"
         )
-    of_train, of_held = (
-        TaughtRows([e for e, _ in pairs], [row for _, row in pairs]) for pairs in (train, held)
-    )
-    return TaughtRows(of_train.examples, of_train.rows, cut), of_held
+    parts = [TaughtRows([e for e, _ in pairs], [r for _, r in pairs]) for pairs in (train, held)]
+    return parts[0], parts[1]
+
+
+def split(pairs: Sequence[Taught], most: int | None) -> tuple[list[Taught], list[Taught]]:
+    """(held out, to train on) of one label's rows, which are in an order by chance.
+
+    Held out first are rows that no stack was trained on: all of them, or HELD_OUT_SHARE of all rows
+    where they are none or more than half; at most `most`, but for other answers to the same
+    prompts. Law: no prompt is on both sides.
+    """
+    ordered = sorted(pairs, key=lambda pair: pair[0].trained_on)
+    unknown = sum(not example.trained_on for example, _ in pairs)
+    count = unknown
+    if not 0 < unknown <= len(pairs) / 2:
+        count = math.ceil(HELD_OUT_SHARE * len(pairs)) if len(pairs) > 1 else 0
+    prompts = {example.prompt for example, _ in ordered[: min(count, most or count)]}
+    held = [pair for pair in ordered if pair[0].prompt in prompts]
+    return held, [pair for pair in ordered if pair[0].prompt not in prompts]
 
 
 def distill_rows(
@@ -156,15 +177,14 @@ def distill_rows(
 ) -> tuple[EncodedRows, EncodedRows | None, dict[str, Any]]:
     """Rows as `studies.train.setup.set_up` takes them."""
     train, held = read_taught(settings, tokenizer, notes)
-    groups: dict[str, int] = {}
-    for example in held.examples:
-        groups[group_of(example)] = groups.get(group_of(example), 0) + 1
+    groups = dict(Counter(map(group_of, held.examples)))
     report = {
         "sources": [{"path": settings.data, "sha256": {"train": _ids_sha256(train)}}],
         "validation_sources": [{"path": settings.data, "sha256": {"held": _ids_sha256(held)}}],
         "train_rows": len(train.rows), "validation_rows": len(held.rows), "groups": groups,
     }  # fmt: skip
-    return train.encoded(), held.encoded(), report
+    longest = settings.max_seq_length
+    return train.encoded(longest), held.encoded(longest), report
 
 
 def _ids_sha256(rows: TaughtRows) -> str:
@@ -214,7 +234,8 @@ def recovered(
     and `all`, the ratio of both gains' means over domains.
 
     losses: start, teacher, student -> group -> loss of each row. Intervals: 95%, bootstrap over
-    rows within groups. None where the teacher's gain is not above 0 in 97.5% of the draws.
+    rows within groups. None of fewer than LEAST_ROWS rows, and where the teacher's gain is not
+    above 0 in 97.5% of the draws.
     """
     rng = np.random.default_rng(seed)
     gains: list[tuple[np.ndarray, np.ndarray]] = []  # (1 + DRAWS,) each; the first is the estimate
@@ -227,11 +248,12 @@ def recovered(
         n = len(start)
         drawn = np.vstack([np.ones(n), rng.multinomial(n, np.full(n, 1 / n), size=DRAWS)]) / n
         both = drawn @ (start - teacher), drawn @ (start - student)
-        shares[group] = None if group == OTHERS else _share(*both)
+        shares[group] = None if group == OTHERS or n < LEAST_ROWS else _share(*both)
         if group in domains:
             gains.append(both)
     of_teacher, of_student = (np.mean(column, axis=0) for column in zip(*gains, strict=True))
-    return shares | {"all": _share(of_teacher, of_student)}
+    enough = sum(len(losses["start"][group]) for group in domains) >= LEAST_ROWS
+    return shares | {"all": _share(of_teacher, of_student) if enough else None}
 
 
 def _share(of_teacher: np.ndarray, of_student: np.ndarray) -> list[float] | None:
@@ -256,7 +278,7 @@ def distill_result(report: TrainReport) -> Result:
     smaller = report.plan["trained_parameters"] / figures["teacher_parameters"]
     of_gain = shares["all"]
     verdict = (
-        "The teacher is not better than the start, so there is no gain to recover."
+        "Whether the routed stacks gain anything over the start is not certain on these rows."
         if of_gain is None
         else f"The adapter has {of_gain[0]:.0%} ({of_gain[1]:.0%} to {of_gain[2]:.0%}) of what the "
         f"routed stacks gain, with {smaller:.0%} of their parameters."
@@ -282,15 +304,15 @@ def distill_result(report: TrainReport) -> Result:
     caption = (
         "Held-out rows: mean cross-entropy per answer token, then over rows. start: the student "
         "before training. share of the gain: adapter against routed stacks, both over the start, "
-        "with 95% intervals over rows; empty where the stacks gain nothing for certain, and for "
-        "prompts of no domain."
+        f"with 95% intervals over rows; empty for fewer than {LEAST_ROWS} rows, for prompts of no "
+        "domain, and where the stacks gain nothing for certain."
     )
     blocks: list[Block] = [
         Table.of("domains", "Loss by group", columns, rows, caption=caption),
         *([] if (plot := loss_plot(report)) is None else [plot]),
         plan_table(report),
     ]
-    outcome = "no gain to recover" if of_gain is None else f"{of_gain[0]:.0%} of the gain"
+    outcome = "no certain gain" if of_gain is None else f"{of_gain[0]:.0%} of the gain"
     return base.model_copy(
         update={**about, "verdict": verdict, "outcome": outcome, "blocks": tuple(blocks)}
     )
@@ -336,6 +358,12 @@ class DistillRun(TrainRun):
     def _load(self) -> None:
         self._teach()
         super()._load()
+        tokens = vocabulary_size(self.setup.tokenizer)
+        if self.head is not None and self.head.vocabulary_size < tokens:
+            raise InputError(
+                f"{self.settings.model}: its head makes logits of {self.head.vocabulary_size} "
+                f"tokens, its tokenizer has {tokens}; a teacher's tokens would be missing"
+            )
 
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         first: Any = state.validation[0] if state.validation else {}
@@ -377,19 +405,14 @@ class DistillRun(TrainRun):
         train, held = read_taught(options, self.setup.tokenizer, [])
         cache = LossCache(directory / LOSSES.format(run_id(self.identity)))
         try:
-            width = teacher.router.header.input_dims or USUAL_WIDTH
             self._say("asking the teacher")
             for number, rows in missing:
                 own = [train.rows[row] for row in rows]
-                weights = teacher.weights(
-                    [train.examples[row].prompt for row in rows],
-                    RowLosses(teacher.served, own, cache),
+                weights = teacher.weights([train.examples[row].prompt for row in rows], own, cache)
+                self.files.write(
+                    number,
+                    teacher.distributions(own, weights, options.temperature, options.top_logits),
                 )
-                tops = teacher.distributions(
-                    own, weights, options.temperature, options.top_logits,
-                    choose_batch_tokens(width),
-                )  # fmt: skip
-                self.files.write(number, tops)
             self._say("the teacher's own losses")
             losses = RowLosses(teacher.served, held.rows, cache)
             weights = teacher.routed([e.prompt for e in held.examples])

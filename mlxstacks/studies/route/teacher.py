@@ -28,7 +28,12 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.selection import base, routed
 from mlxstacks.layers.stacked import set_mode, stacked_layers
-from mlxstacks.routing.candidate_losses import candidate, plan_batches
+from mlxstacks.routing.candidate_losses import (
+    LossCache,
+    candidate,
+    choose_batch_tokens,
+    plan_batches,
+)
 from mlxstacks.routing.router import load_prompt_router
 from mlxstacks.studies.route.served import RowLosses, Served, open_served
 from mlxstacks.studies.route.settings import TeacherRoutes
@@ -43,7 +48,7 @@ Weights = Mapping[str, float]
 
 
 class Teacher:
-    """A store's model in memory. tokenizer: the teacher's own.
+    """A store's model in memory.
 
     Raises: InputError: no model, stack or router. StoreError: another base, a damaged file.
     """
@@ -61,6 +66,8 @@ class Teacher:
         self.routes, self.seed = routes, seed
         model_, tokenizer = self.served.model, self.served.tokenizer
         self.router = load_prompt_router(store, model_, tokenizer, router_path)
+        self.head, _ = find_output_head(model_)
+        self.batch_tokens = choose_batch_tokens(self.router.header.input_dims)
 
     @contextmanager
     def all_experts(self) -> Iterator[None]:
@@ -79,21 +86,26 @@ class Teacher:
             for layer, stacks in layers:
                 layer.set_stacks(stacks)
 
-    def weights(self, prompts: Sequence[str], losses: RowLosses) -> list[dict[str, float]]:
-        """Of each prompt, whose row has the same place in `losses`."""
+    def weights(
+        self, prompts: Sequence[str], rows: Sequence[Row], cache: LossCache
+    ) -> list[dict[str, float]]:
+        """Of each prompt, whose row has the same place in `rows`; losses go to the cache."""
         own, domains = self.routed(prompts), self.served.domains
         if self.routes != "multi-route":
             return own
-        found = []
         fixed: list[dict[str, float]] = [{name: 1.0} for name in domains]
-        fixed.append(dict.fromkeys(domains, 1.0))
-        for place, mine in enumerate(own):
-            several = [*fixed, mine]
-            before, *after = losses.of([(place, {}), *((place, w) for w in several)])
+        if len(domains) > 1:
+            fixed.append(dict.fromkeys(domains, 1.0))
+        several = [[{}, *fixed, mine] for mine in own]
+        asked = [(place, w) for place, of_row in enumerate(several) for w in of_row]
+        losses = iter(RowLosses(self.served, rows, cache).of(asked))
+        found = []
+        for prompt, mine, of_row in zip(prompts, own, several, strict=True):
+            before, *after = [next(losses) for _ in of_row]
             helpful = [
-                w for w, loss in zip(several, after, strict=True) if loss < before - THRESHOLD
+                w for w, loss in zip(of_row[1:], after, strict=True) if loss < before - THRESHOLD
             ]
-            draw = keyed_hash(self.seed, "route", prompts[place])
+            draw = keyed_hash(self.seed, "route", prompt)
             found.append(helpful[draw % len(helpful)] if helpful else mine)
         return found
 
@@ -109,30 +121,23 @@ class Teacher:
         weights: Sequence[Weights],
         temperature: float,
         k: int,
-        batch_tokens: int,
     ) -> list[TopLogits]:
         """Of the answer tokens of each row."""
         model, dtype = self.served.model, self.served.dtype
-        head, _ = find_output_head(model)
-        dense = self.routes == "dense"
-        vocabulary = max(self.served.tokenizer.get_vocab().values()) + 1
+        dense, vocabulary = self.routes == "dense", vocabulary_size(self.served.tokenizer)
         lengths = [len(row.tokens) for row in rows]
         candidates = [candidate(place, w) for place, w in enumerate(weights)]
         found: dict[int, TopLogits] = {}
         try:
             with evaluating(model), self.all_experts() if dense else nullcontext():
-                for batch in plan_batches(candidates, lengths, batch_tokens):
+                for batch in plan_batches(candidates, lengths, self.batch_tokens):
                     names = list(dict.fromkeys(n for i in batch for n in weights[i]))
                     table = [[weights[i].get(name, 0.0) for name in names] for i in batch]
                     set_mode(model, routed(names, table) if names else base(), dtype)
                     made = top_logits(
-                        model,
-                        make_batch([rows[i] for i in batch]),
-                        head,
-                        temperature,
-                        k,
+                        model, make_batch([rows[i] for i in batch]), self.head, temperature, k,
                         vocabulary,
-                    )
+                    )  # fmt: skip
                     found |= dict(zip(batch, made, strict=True))
         finally:
             set_mode(model, base())
@@ -187,6 +192,11 @@ class TeacherFiles:
         names = {f"{row}.{name}" for row in self._parts[number] for name in TopLogits._fields}
         of_these = about == self.about and arrays.keys() == names
         return of_these and digest == arrays_sha256(arrays, about)
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Tokens that a tokenizer knows; a model may have more logits, as padding."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocabularies(student: Any, teacher: Any) -> None:

@@ -10,14 +10,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxstacks.base_model import load_arrays
+from mlxstacks.data import Row
 from mlxstacks.errors import InputError
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.routing.candidate_losses import LossCache
+from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.studies.route import distill as route_distill
-from mlxstacks.studies.route.distill import domains_of, read_taught, recovered
+from mlxstacks.studies.route.distill import domains_of, read_taught, recovered, split
 from mlxstacks.studies.route.served import RowLosses
 from mlxstacks.studies.route.settings import DistillSettings
 from mlxstacks.studies.route.teacher import Teacher, TeacherFiles, check_vocabularies
@@ -26,6 +30,7 @@ from mlxstacks.study.result import Result
 from mlxstacks.training.distillation import TopLogits
 from mlxstacks.training.loop import Record, TrainingState
 from tests.studies.route_evaluate_cases import Places, write_places
+from tests.tiny_models import write_qwen_moe
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,7 @@ def test_result_has_every_domain_and_what_is_recovered(distilled: tuple[Result, 
     assert sum(losses["student"][d] - losses["start"][d] for d in ("alpha", "beta")) < 0
     assert {*result.data["recovered"]} == {*groups, "all"}
     assert result.data["data"]["groups"] == {"alpha": 2, "beta": 2, "alpha+beta": 1}
+    assert result.data["recovered"]["all"] is None  # of four rows
     assert (target / "adapters.safetensors").is_file()
     assert "Mean loss over 2 domains" in (result.verdict or "")
     assert not list(target.parent.glob(".out.work"))
@@ -156,6 +162,47 @@ def test_a_damaged_file_of_the_teacher_is_made_again(tmp_path: Path, damage: byt
     ]  # fmt: skip
     (tmp_path / "teacher-00001.safetensors").write_bytes(damage)
     assert files.missing() == [(1, list(range(64, 70)))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=40), st.none() | st.just(3))
+def test_no_prompt_is_on_both_sides(rows: list[tuple[int, bool]], most: int | None) -> None:
+    row = Row((1, 2), (0.0, 1.0))
+    pairs = [
+        (RouterExample(f"p{prompt}", f"a{i}", ("a",), "single", str(i), "", known), row)
+        for i, (prompt, known) in enumerate(rows)
+    ]
+    held, train = split(pairs, most)
+    assert len(held) + len(train) == len(pairs)
+    assert not {e.prompt for e, _ in held} & {e.prompt for e, _ in train}
+    assert bool(held) == (len(pairs) > 1)
+
+
+def test_rows_that_stacks_do_not_know_are_held_out_but_not_most_of_all() -> None:
+    row = Row((1, 2), (0.0, 1.0))
+
+    def counts(unknown: int, known: int, most: int | None = None) -> tuple[int, int, int]:
+        flags = [False] * unknown + [True] * known
+        pairs = [
+            (RouterExample(f"p{i}", "a", ("a",), "single", str(i), "", flag), row)
+            for i, flag in enumerate(flags)
+        ]
+        held, train = split(pairs, most)
+        return len(held), len(train), sum(e.trained_on for e, _ in held)
+
+    assert counts(24, 100) == (24, 100, 0)
+    assert counts(24, 100, most=8) == (8, 116, 0)
+    assert counts(499, 1) == (50, 450, 0)
+    assert counts(0, 100) == (10, 90, 10)
+
+
+def test_another_model_of_the_same_tokenizer_learns_too(places: Places, tmp_path: Path) -> None:
+    student = write_qwen_moe(tmp_path / "small", bits=4, hidden_size=128, shards=1)
+    result = distill(places, tmp_path / "out", model=str(student), teacher=str(places.model))
+    losses = result.data["losses"]
+    assert sum(losses["student"][d] - losses["start"][d] for d in ("alpha", "beta")) < 0
+    own = distill(places, tmp_path / "own").data["losses"]
+    assert losses["teacher"] == pytest.approx(own["teacher"])
+    assert losses["start"] != pytest.approx(own["start"], abs=1e-4)
 
 
 def test_another_vocabulary_is_refused() -> None:
