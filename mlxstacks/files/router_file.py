@@ -8,6 +8,11 @@ by name (letters: D width of the base, h hidden dims, n domains; `router_shapes`
     token_norm, global_norm, domain_norm, hidden_norm: weight and bias (h)
     biases (h), of logit (1); temperature (1)
 
+and those of a gap detector, where it has one, for each part number i of it (r references, q
+directions; routing/gap_detector.py says what they are for):
+
+    gap.i.centre (D)   gap.i.directions (q, D)   gap.i.scales (q + 1)   gap.i.references (r, D)
+
 Row d of domain_queries and column d of its logits belong to `domains[d]`; everything outside the
 network goes by the domain's name.
 """
@@ -15,10 +20,10 @@ network goes by the domain's name.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import StoreError
@@ -32,14 +37,46 @@ from mlxstacks.files.stack_file import (
     read_headed,
     write_headed,
 )
-from mlxstacks.files.strict_json import (
-    JsonObject,
-)
+from mlxstacks.files.strict_json import STRICT, JsonObject
 
 METADATA_KEY = "mlxstacks-router"
 REPAIR = "restore this file from a copy, or train a router again with `mlxstacks route train`"
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+GapTest = Literal["energy", "mahalanobis", "nearest prompt"]
+
+
+@dataclass(frozen=True)
+class GapPart:
+    """One test of a gap detector. layer: the decoder layer behind which prompts are compared, from
+    1; 0 for `energy`, which has neither references nor directions. mean, deviation: of the test on
+    held-out prompts of known domains.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    test: GapTest
+    layer: Annotated[int, Field(ge=0, le=100_000)]
+    references: Annotated[int, Field(ge=0, le=1_000_000)]
+    directions: Annotated[int, Field(ge=0, le=1_000_000)]
+    mean: float
+    deviation: Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class GapRule:
+    """When a prompt counts as one that no domain fits: where the mean of its parts, each less its
+    mean and over its deviation, is above `threshold`. chosen_by: what each candidate found of
+    domains that were left out in turn; JSON.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    parts: Annotated[tuple[GapPart, ...], Field(min_length=1, max_length=64)]
+    threshold: float
+    chosen_by: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +86,8 @@ class RouterHeader(FileHeader):
     domains: in the order of its logits. stacks: domain -> SHA-256 of the files of its stacks, in
     order, as they were when it was trained. max_tokens, mid_weight, last_weight,
     normalise_features: how prompts become features. chat_domain: the domain that never falls below
-    chat_floor, None for none. training: settings, metrics, hashes of data, split; JSON.
+    chat_floor, None for none. gaps: its gap detector; None: a gap is where every score is below
+    the threshold. training: settings, metrics, hashes of data, split; JSON.
     """
 
     KIND: ClassVar[str] = "router"
@@ -70,6 +108,16 @@ class RouterHeader(FileHeader):
     training: JsonObject = field(default_factory=dict)
     code_version: Annotated[str, Field(max_length=100)] = ""
     format_version: Literal[1] = 1
+    gaps: GapRule | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As of any record; without a gap detector there is no such key: the bytes are those of
+        versions that knew none.
+        """
+        value = super().as_json()
+        if value["gaps"] is None:
+            del value["gaps"]
+        return value
 
     def problems(self) -> Iterator[str]:
         """What in it contradicts itself."""
@@ -84,6 +132,9 @@ class RouterHeader(FileHeader):
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
         shapes = router_shapes(self.input_dims, len(self.domains), self.hidden_dims)
+        for number, part in enumerate(self.gaps.parts if self.gaps else ()):
+            if part.test != "energy":
+                shapes |= gap_shapes(number, part, self.input_dims)
         return {name: ("F32", shape) for name, shape in sorted(shapes.items())}
 
 
@@ -112,6 +163,15 @@ def router_shapes(
     for name in ("token_norm", "global_norm", "domain_norm", "hidden_norm"):
         shapes |= {f"{name}.weight": (h,), f"{name}.bias": (h,)}
     return shapes
+
+
+def gap_shapes(number: int, part: GapPart, input_dims: int) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of a part of a gap detector."""
+    q, D = part.directions, input_dims
+    shapes: dict[str, tuple[int, ...]] = {
+        "centre": (D,), "directions": (q, D), "scales": (q + 1,), "references": (part.references, D)
+    }  # fmt: skip
+    return {f"gap.{number}.{name}": shape for name, shape in shapes.items()}
 
 
 def write_router(path: str | Path, tensors: Mapping[str, mx.array], header: RouterHeader) -> str:

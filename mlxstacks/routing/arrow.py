@@ -21,7 +21,7 @@ from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.spectrum import Block, blocks_of, input_direction
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.routing.features import watched
-from mlxstacks.routing.router import PromptRouter
+from mlxstacks.routing.router import PromptReading, PromptRouter
 
 
 class ArrowRouter(PromptRouter):
@@ -37,11 +37,10 @@ class ArrowRouter(PromptRouter):
         )
         self._prototypes = [(linear, v) for linear, v in of_layers if v is not None]
 
-    def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
-        """Scores of each text by domain. Raises: InputError for an empty text."""
-        return [self._shares(self.features.tokens(text)) for text in texts]
+    def _read(self, prompts: Sequence[Sequence[int]]) -> list[PromptReading]:
+        return [self._one(prompt) for prompt in prompts]
 
-    def _shares(self, prompt: Sequence[int]) -> dict[str, float]:
+    def _one(self, prompt: Sequence[int]) -> PromptReading:
         shares: list[mx.array] = []
         with ExitStack() as watching:
             for linear, v in self._prototypes:
@@ -52,9 +51,10 @@ class ArrowRouter(PromptRouter):
                     mx.eval(shares[-1])
 
                 watching.enter_context(watched(linear, note))
-            self.features.batch([prompt])
+            features = self.features.batch([prompt])[0]
         means: list[float] = mx.mean(mx.stack(shares), axis=0).tolist()
-        return dict(zip(self.domains, means, strict=True))
+        scores = dict(zip(self.domains, means, strict=True))
+        return PromptReading(scores, self.features.pooled(np.array(features[0])))
 
 
 def prototypes(stacks: Sequence[FrozenStack], domains: Sequence[str]) -> mx.array | None:

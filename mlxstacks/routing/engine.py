@@ -201,11 +201,11 @@ class RoutedModel:
         self._need_stacks()
         if mode == "ungated":
             return Route("ungated")
-        scores, feature = self.router.score_with_feature(text)
-        route = self.router.decide(scores, hard=self.hard, routable=self.domains)
+        (reading,) = self.router.read([text])
+        route = self.router.decide(reading, hard=self.hard, routable=self.domains)
         if route.gap and self.gap_log is not None:
             try:
-                self.gap_log.add(text, scores, feature, self.router.digest)
+                self.gap_log.add(text, reading.scores, reading.feature, self.router.digest)
             except TargetError as error:  # the answer matters more than its note
                 self.notes.append(f"The gap is not logged: {error}")
                 self.gap_log = None

@@ -10,7 +10,7 @@ middle residuals are noted on the way.
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class PromptFeatures:
 
     normalise: divide both hidden states by their root mean square, token by token, before they are
     weighted; the middle one is a residual stream of any scale.
+    pooled_layers: decoder layers, from 1, behind which each prompt's mean is taken too: of the
+    residuals divided by their root mean square, token by token (routing/gap_detector.py).
     Build it when the model is as it will run: widening replaces modules.
     """
 
@@ -48,6 +50,7 @@ class PromptFeatures:
         mid_weight: float = MID_WEIGHT,
         last_weight: float = LAST_WEIGHT,
         normalise: bool = False,
+        pooled_layers: Sequence[int] = (),
     ) -> None:
         with _frozen(model):  # a head that trains is no head of a loss in pieces, and one here
             head, reason = find_output_head(model, prove=False)
@@ -59,6 +62,12 @@ class PromptFeatures:
         self._model, self._tokenizer, self._head = model, tokenizer, head
         self.max_tokens = max_tokens
         self.mid_weight, self.last_weight, self.normalise = mid_weight, last_weight, normalise
+        self.pooled_layers = tuple(pooled_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the base."""
+        return len(self._model.layers)
 
     def tokens(self, text: str) -> list[int]:
         """At most `max_tokens` ids. Raises: InputError for an empty prompt."""
@@ -69,21 +78,27 @@ class PromptFeatures:
 
     def of(self, texts: Sequence[str], batch_size: int = 16) -> list[np.ndarray]:
         """Features (S, D) float32 of each text. Raises: InputError for an empty one."""
-        return self.of_tokens([self.tokens(text) for text in texts], batch_size)
+        prompts = [self.tokens(text) for text in texts]
+        return [rows for rows, _ in self.of_tokens(prompts, batch_size)]
 
-    def of_tokens(self, prompts: Sequence[Sequence[int]], batch_size: int = 16) -> list[np.ndarray]:
-        """The same of token ids. Prompts of like length share a batch."""
-        features: dict[int, np.ndarray] = {}
+    def of_tokens(
+        self, prompts: Sequence[Sequence[int]], batch_size: int = 16
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of token ids: features (S, D) float32 and the means (layers, D) float32 of each prompt.
+        Prompts of like length share a batch.
+        """
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            rows = np.array(self.batch([prompts[i] for i in chosen])[0])
-            for row, i in zip(rows, chosen, strict=True):
-                features[i] = row[: len(prompts[i])].copy()
-        return [features[i] for i in range(len(prompts))]
+            features, _, means = self.batch([prompts[i] for i in chosen])
+            for i, row, mean in zip(chosen, np.array(features), np.array(means), strict=True):
+                found[i] = row[: len(prompts[i])].copy(), mean
+        return [found[i] for i in range(len(prompts))]
 
-    def batch(self, prompts: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
-        """Token ids -> features (B, S, D) float32, right-padded and evaluated; mask (B, S) bool.
+    def batch(self, prompts: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array, mx.array]:
+        """Token ids -> features (B, S, D) float32, right-padded; mask (B, S) bool; means
+        (B, layers, D) float32 of `pooled_layers`. All are evaluated.
 
         Every layer is causal, so what stands behind a prompt changes nothing in it.
         """
@@ -97,38 +112,51 @@ class PromptFeatures:
             evaluating(self._model),
             base_model.gated_delta_installed(),
             without_stacks(self._model),
-            self._middle() as noted,
+            self._noted() as noted,
         ):
             last = self._head.hidden_states(self._model, mx.array(ids))
-            # A model of one layer: its middle is its end.
-            mid = (noted[0] if noted else last).astype(mx.float32)
+            middle = self._middle
+            # The last layer's residuals are what the head is given, after the final norm.
+            mid = (noted[middle] if middle < self.num_layers else last).astype(mx.float32)
             last = last.astype(mx.float32)
+            kept = mx.array(mask)[..., None]
+            means = [
+                mx.where(kept, mx.fast.rms_norm(noted[n].astype(mx.float32), None, _EPS), 0).sum(1)
+                / kept.sum(1)
+                for n in self.pooled_layers
+            ]
+            pooled = mx.stack(means, 1) if means else mx.zeros((len(prompts), 0, last.shape[-1]))
             if self.normalise:
                 mid, last = mx.fast.rms_norm(mid, None, _EPS), mx.fast.rms_norm(last, None, _EPS)
             features = self.mid_weight * mid + self.last_weight * last
             noted.clear()  # the class that noted them lives until Python looks for circles
-            mx.eval(features)
-        return features, mx.array(mask)
+            mx.eval(features, pooled)
+        return features, mx.array(mask), pooled
 
     @staticmethod
     def pooled(features: np.ndarray) -> np.ndarray:
         """(S, D) -> (D,) float32: the mean over tokens."""
         return features.mean(axis=0, dtype=np.float32)
 
+    @property
+    def _middle(self) -> int:
+        return (self.num_layers + 1) // 2
+
     @contextmanager
-    def _middle(self) -> Iterator[list[mx.array]]:
-        """The decoder layer behind which the middle is notes what it makes."""
-        noted: list[mx.array] = []
-        count = len(self._model.layers)
-        middle = (count + 1) // 2
-        if middle == count:
-            yield noted
-            return
+    def _noted(self) -> Iterator[dict[int, mx.array]]:
+        """Decoder layer, from 1 -> the residuals behind it, of those that are needed."""
+        noted: dict[int, mx.array] = {}
 
-        def note(_: mx.array, output: Any) -> None:
-            noted.append(output[0] if isinstance(output, tuple) else output)
+        def note_of(number: int) -> Callable[[mx.array, Any], None]:
+            def note(_: mx.array, output: Any) -> None:
+                noted[number] = output[0] if isinstance(output, tuple) else output
 
-        with watched(self._model.layers[middle - 1], note):
+            return note
+
+        with ExitStack() as watching:
+            for number in {*self.pooled_layers, self._middle}:
+                layer = self._model.layers[number - 1]
+                watching.enter_context(watched(layer, note_of(number)))
             yield noted
 
 
@@ -221,18 +249,20 @@ class FeatureTable:
         order = sorted(tokens, key=lambda key: (len(tokens[key]), key))
         starts = np.cumsum([0, *(len(tokens[key]) for key in order)])
         self._at = {key: slice(int(starts[i]), int(starts[i + 1])) for i, key in enumerate(order)}
+        self._means: dict[str, np.ndarray] = {}
 
         def batches() -> Iterator[np.ndarray]:
             for start in range(0, len(order), _BATCH):
                 chosen = order[start : start + _BATCH]
                 batch = features.of_tokens([tokens[key] for key in chosen], _BATCH)
-                for key, rows in zip(chosen, batch, strict=True):
+                for key, (rows, means) in zip(chosen, batch, strict=True):
+                    self._means[key] = means
                     if not np.isfinite(rows).all():
                         raise InputError(
                             f"the base gives NaN or Inf for the prompt {texts[key][:80]!a}; a "
                             "router cannot learn from it"
                         )
-                yield np.concatenate(batch)
+                yield np.concatenate([rows for rows, _ in batch])
                 if progress:
                     progress(start + len(chosen), len(order))
 
@@ -266,6 +296,10 @@ class FeatureTable:
     def of(self, prompt: str) -> np.ndarray:
         """(S, D) float32. Raises: KeyError for a prompt that it was not made for."""
         return self._rows[self._at[_key(prompt)]]
+
+    def means(self, prompts: Sequence[str]) -> np.ndarray:
+        """(N, layers, D) float32, the means of `PromptFeatures.pooled_layers`."""
+        return np.stack([self._means[_key(prompt)] for prompt in prompts])
 
     def padded(self, prompts: Sequence[str], multiple: int = 16) -> tuple[np.ndarray, np.ndarray]:
         """(B, S, D) float32 and mask (B, S) bool, S rounded up: fewer sizes, buffers used again."""

@@ -18,7 +18,7 @@ chat domain never falls below its floor; a domain is active where its weight is 
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.router_file import RouterFile, RouterHeader, check_router, read_router
 from mlxstacks.files.store import Store
 from mlxstacks.routing.features import PromptFeatures
+from mlxstacks.routing.gap_detector import GapDetector, detector_of
 from mlxstacks.routing.settings import RouterTrainSettings
 
 CHAT_DOMAIN = "chat"
@@ -48,8 +49,9 @@ class Route:
     """How one request is answered.
 
     scores: of every domain the router knows, empty where it was not asked. weights: of the active
-    domains, in the router's order; empty in mode ungated too, where every stack counts 1. gap: all
-    scores are below the threshold, so no domain is known to fit.
+    domains, in the router's order; empty in mode ungated too, where every stack counts 1. gap: no
+    domain is known to fit: the prompt is like none that the router was trained on, or, of a router
+    without a gap detector, all scores are below the threshold.
     """
 
     mode: RouteMode
@@ -206,18 +208,33 @@ def router_tensors(network: MetaRouter) -> dict[str, mx.array]:
 
 
 def network_of(file: RouterFile, dropout: float = 0.1) -> MetaRouter:
-    """The network that a file holds. Law: `router_tensors` of it are the file's, bit for bit."""
+    """The network that a file holds. Law: `router_tensors` of it are the file's, bit for bit, but
+    for those of a gap detector.
+    """
     header = file.header
     network = MetaRouter(header.input_dims, len(header.domains), header.hidden_dims, dropout)
-    network.load_weights(list(file.tensors.items()))
+    own = [(name, array) for name, array in file.tensors.items() if not name.startswith("gap.")]
+    network.load_weights(own)
     mx.eval(network.parameters())
     return network
+
+
+@dataclass(frozen=True, eq=False)
+class PromptReading:
+    """What a router sees in one prompt. scores: by domain. feature: (D,) float32, the mean of its
+    features over tokens. is_gap: what the gap detector says; None without one.
+    """
+
+    scores: dict[str, float]
+    feature: np.ndarray
+    is_gap: bool | None = None
 
 
 class PromptRouter:
     """A router with its features: text in, scores by domain out.
 
-    notes: what is worth saying about this router and this store.
+    notes: what is worth saying about this router and this store. detector: says which prompts no
+    domain fits; `features` pools the layers that it needs.
     """
 
     def __init__(
@@ -226,9 +243,12 @@ class PromptRouter:
         header: RouterHeader,
         features: PromptFeatures,
         notes: Sequence[str] = (),
+        detector: GapDetector | None = None,
     ) -> None:
         self.network, self.header, self.features = network, header, features
-        self.notes = tuple(notes)
+        self.notes, self.detector = tuple(notes), detector
+        if detector is not None:
+            features.pooled_layers = detector.layers
 
     def by_similarity(self, prompts: Mapping[str, Sequence[str]]) -> "PromptRouter":
         """A router on the same features and with the same threshold, without training: see
@@ -248,58 +268,87 @@ class PromptRouter:
 
     @cached_property
     def digest(self) -> str:
-        """Of the header, which names base and stacks, and of the weights: tells routers apart."""
-        digest = hashlib.sha256(repr(self.header).encode())
-        for name, array in sorted(tree_flatten(self.network.parameters())):
-            digest.update(name.encode())
-            digest.update(np.array(array.astype(mx.float32)).tobytes())
-        return digest.hexdigest()[:16]
+        """See `router_digest`."""
+        return router_digest(self.header, self.network)
 
     def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
         """Scores of each text by domain. Raises: InputError for an empty text."""
-        prompts = [self.features.tokens(text) for text in texts]
-        scores: list[dict[str, float]] = []
-        for start in range(0, len(prompts), batch_size):
-            scores += self._scored(prompts[start : start + batch_size])[0]
-        return scores
+        return [reading.scores for reading in self.read(texts, batch_size)]
 
     def score(self, text: str) -> dict[str, float]:
         """Domain -> score of one text. Raises: InputError for an empty text."""
-        return self.score_with_feature(text)[0]
+        return self.scores([text])[0]
 
-    def score_with_feature(self, text: str) -> tuple[dict[str, float], np.ndarray]:
-        """The scores, and the mean (D,) float32 of the features over the prompt's tokens."""
-        scores, features = self._scored([self.features.tokens(text)])
-        return scores[0], self.features.pooled(np.array(features[0]))
+    def read(self, texts: Sequence[str], batch_size: int = 16) -> list[PromptReading]:
+        """Scores, feature and gap of each text. Raises: InputError for an empty text."""
+        prompts = [self.features.tokens(text) for text in texts]
+        readings: list[PromptReading] = []
+        for start in range(0, len(prompts), batch_size):
+            readings += self._read(prompts[start : start + batch_size])
+        return readings
+
+    def routes(
+        self,
+        texts: Sequence[str],
+        *,
+        hard: bool = False,
+        routable: Collection[str] | None = None,
+    ) -> list[Route]:
+        """The route of each text. Raises: InputError for an empty text."""
+        return [self.decide(r, hard=hard, routable=routable) for r in self.read(texts)]
 
     def decide(
         self,
-        scores: Mapping[str, float],
+        reading: PromptReading,
         *,
         hard: bool = False,
         routable: Collection[str] | None = None,
     ) -> Route:
-        """`route.decide` with the floor and the threshold that this router was trained for."""
-        return decide(
-            scores, chat_domain=self.header.chat_domain, chat_floor=self.header.chat_floor,
+        """`decide` with the floor and the threshold that this router was trained for, and the gap
+        as its detector sees it.
+        """
+        route = decide(
+            reading.scores, chat_domain=self.header.chat_domain, chat_floor=self.header.chat_floor,
             threshold=self.header.threshold, hard=hard, routable=routable,
         )  # fmt: skip
+        return route if reading.is_gap is None else replace(route, gap=reading.is_gap)
 
-    def _scored(self, prompts: Sequence[Sequence[int]]) -> tuple[list[dict[str, float]], mx.array]:
-        features, mask = self.features.batch(prompts)
+    def _read(self, prompts: Sequence[Sequence[int]]) -> list[PromptReading]:
+        features, mask, means = self.features.batch(prompts)
         if features.shape[-1] != self.header.input_dims:
             raise StoreError(
                 f"the router was trained on hidden states of {self.header.input_dims} dims, this "
                 f"model has {features.shape[-1]}; it is of another base"
             )
-        scores = mx.sigmoid(self.network(features, mask))  # (B, n)
+        logits = self.network(features, mask)  # (B, n)
+        scores = mx.sigmoid(logits)
         rows: Any = scores.tolist()
         if not mx.isfinite(scores).all():
             raise StoreError(
                 "the router's scores are not numbers: its weights are finite, but sums of them "
                 "leave the range of float32; train it again with `mlxstacks route train`"
             )
-        return [dict(zip(self.domains, row, strict=True)) for row in rows], features
+        gaps: Sequence[bool | None] = [None] * len(prompts)
+        if self.detector is not None:
+            gaps = self.detector.is_gap(np.array(means), np.array(logits)).tolist()
+        return [
+            PromptReading(
+                dict(zip(self.domains, row, strict=True)),
+                self.features.pooled(feature[: len(prompt)]), gap,
+            )
+            for row, feature, prompt, gap in zip(
+                rows, np.array(features), prompts, gaps, strict=True
+            )
+        ]  # fmt: skip
+
+
+def router_digest(header: RouterHeader, network: MetaRouter | SimilarityNetwork) -> str:
+    """Of the header, which names base and stacks, and of the weights: tells routers apart."""
+    digest = hashlib.sha256(repr(header).encode())
+    for name, array in sorted(tree_flatten(network.parameters())):
+        digest.update(name.encode())
+        digest.update(np.array(array.astype(mx.float32)).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load_prompt_router(
@@ -324,7 +373,7 @@ def load_prompt_router(
         file = read_router(router_file_at(router_path))
     notes = check_router(file.header, store)
     features = features_for(file.header, model, tokenizer)
-    return PromptRouter(network_of(file), file.header, features, notes)
+    return PromptRouter(network_of(file), file.header, features, notes, detector_of(file))
 
 
 def router_file_at(path: str | Path) -> Path:

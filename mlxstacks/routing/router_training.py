@@ -26,8 +26,16 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import RouterFile, RouterHeader
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.routing.features import FeatureTable, PromptFeatures
+from mlxstacks.routing.gap_detector import GapDetector, GapRows, candidate_layers, fit_detector
 from mlxstacks.routing.outcomes import Kind, RouterExample, Targets, targets_or_label
-from mlxstacks.routing.router import CHAT_DOMAIN, CHAT_FLOOR, MetaRouter, first_queries, network_of
+from mlxstacks.routing.router import (
+    CHAT_DOMAIN,
+    CHAT_FLOOR,
+    MetaRouter,
+    first_queries,
+    network_of,
+    router_tensors,
+)
 from mlxstacks.routing.router_metrics import (
     EpochMetrics,
     calibration,
@@ -54,6 +62,7 @@ class RouterRows:
 
     prompts: list[str]
     kinds: list[Kind]
+    labels: list[tuple[str, ...]]
     row_ids: list[str]
     targets: np.ndarray
     discovered: np.ndarray
@@ -70,7 +79,8 @@ class RouterRows:
         at = list(places)
         return RouterRows(
             [self.prompts[i] for i in at], [self.kinds[i] for i in at],
-            [self.row_ids[i] for i in at], self.targets[at], self.discovered[at],
+            [self.labels[i] for i in at], [self.row_ids[i] for i in at], self.targets[at],
+            self.discovered[at],
         )  # fmt: skip
 
 
@@ -98,7 +108,8 @@ def rows_of(
         raise InputError(f"no examples to train the router on: {why if examples else 'none came'}")
     targets = [list(targets_or_label(e, discovered, domains).values()) for e in kept]
     return RouterRows(
-        [e.prompt for e in kept], [e.kind for e in kept], [e.row_id for e in kept],
+        [e.prompt for e in kept], [e.kind for e in kept], [e.label for e in kept],
+        [e.row_id for e in kept],
         np.array(targets, dtype=np.float32),
         np.array([e.row_id in discovered for e in kept], dtype=bool),
     )  # fmt: skip
@@ -165,7 +176,8 @@ class TrainedRouter:
 
     domains: in the order of the logits. history: one record an epoch. metrics: of the best epoch on
     the held-out prompts, which it was chosen by too. split: counts, and the row ids that were held
-    out. about: what the header says of the features and of inference.
+    out. about: what the header says of the features and of inference. detector: of gaps, None
+    where too few prompts were held out.
     """
 
     network: MetaRouter
@@ -177,6 +189,12 @@ class TrainedRouter:
     split: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    detector: GapDetector | None = None
+
+    def tensors(self) -> dict[str, mx.array]:
+        """Its parameters and those of its gap detector by name, as they are stored."""
+        gaps = self.detector.tensors if self.detector else {}
+        return {**router_tensors(self.network), **{n: mx.array(a) for n, a in gaps.items()}}
 
     def header(
         self,
@@ -202,6 +220,7 @@ class TrainedRouter:
                 **(training or {}),
             },
             code_version=__version__,
+            gaps=self.detector.rule if self.detector else None,
             **self.about,
         )
 
@@ -257,6 +276,7 @@ def train_router(
     )  # fmt: skip
     table = features
     if isinstance(table, PromptFeatures):
+        table.pooled_layers = candidate_layers(table.num_layers)
         table = FeatureTable(
             table, rows.prompts, directory=directory,
             progress=lambda done, total: report(done / total, "hidden states"),
@@ -266,6 +286,7 @@ def train_router(
         network, kept, table, rows.chosen(training), rows.chosen(validation), settings
     )
     history, best = run.train(lambda done: report(1 + done, "training"))
+    detector, metrics = _detector(run, rows, validation, ordered, settings, notes)
     about = {
         "max_tokens": table.features.max_tokens,
         "mid_weight": table.features.mid_weight,
@@ -283,10 +304,33 @@ def train_router(
         "validation_row_ids": sorted(run.validation.row_ids),
     }
     return TrainedRouter(
-        network, tuple(ordered), table.input_dims, history, best,
-        _final_metrics(run.logits(run.validation), run.validation, ordered, settings),
-        split, about, notes,
+        network, tuple(ordered), table.input_dims, history, best, metrics, split, about, notes,
+        detector,
     )  # fmt: skip
+
+
+def _detector(
+    run: "RouterEpochs",
+    rows: RouterRows,
+    validation: Sequence[int],
+    domains: Sequence[str],
+    settings: RouterTrainSettings,
+    notes: list[str],
+) -> tuple[GapDetector | None, dict[str, Any]]:
+    """The gap detector, and all metrics on held-out prompts."""
+    logits, held_out = run.logits(rows), np.isin(np.arange(len(rows)), validation)
+    layers = run.table.features.pooled_layers
+    detector, note = fit_detector(
+        GapRows(
+            run.table.means(rows.prompts), layers, logits, tuple(domains), rows.labels, held_out
+        )
+    )
+    notes += [note] if note else []
+    metrics = _final_metrics(logits[held_out], run.validation, domains, settings)
+    metrics["gap_detector"] = None if detector is None else {
+        **detector.rule.chosen_by, "threshold": detector.rule.threshold
+    }  # fmt: skip
+    return detector, metrics
 
 
 def _final_metrics(

@@ -205,7 +205,7 @@ class Counting(PromptFeatures):
 
     seen = 0
 
-    def of_tokens(self, prompts: Any, batch_size: int = 16) -> list[np.ndarray]:
+    def of_tokens(self, prompts: Any, batch_size: int = 16) -> Any:
         self.seen += len(prompts)
         return super().of_tokens(prompts, batch_size)
 

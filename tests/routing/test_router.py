@@ -227,13 +227,15 @@ def test_router_of_a_store_scores_prompts(served: Any, tmp_path: Path) -> None:
     with store.change() as change:
         change.set_router(tensors_for(header), header)
     router = load_prompt_router(store, model, tokenizer)
-    scores, feature = router.score_with_feature("what is 2 + 2?")
+    (reading,) = router.read(["what is 2 + 2?"])
+    scores, feature = reading.scores, reading.feature
     assert list(scores) == ["code", "math"]
     assert all(0 < score < 1 for score in scores.values())
     (rows,) = router.features.of(["what is 2 + 2?"])
     np.testing.assert_allclose(feature, rows.mean(axis=0), rtol=1e-4, atol=1e-6)
     assert any("not in the store" in note for note in router.notes)
-    assert router.decide(scores, routable=["math"]).weights == {"math": scores["math"]}
+    assert reading.is_gap is None
+    assert router.decide(reading, routable=["math"]).weights == {"math": scores["math"]}
     many = router.scores(["a", "what is 2 + 2?", "x" * 50])
     assert many[1] == pytest.approx(scores, abs=1e-3)
     with pytest.raises(InputError, match="empty"):

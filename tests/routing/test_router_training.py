@@ -39,6 +39,7 @@ class WordTable:
     """Stands for a FeatureTable: a token a word, a random direction each. No model is needed."""
 
     max_tokens, mid_weight, last_weight, normalise = 256, 0.45, 0.55, False
+    pooled_layers = (1,)
 
     def __init__(self) -> None:
         self.features, self.input_dims = self, DIMS
@@ -47,6 +48,9 @@ class WordTable:
         rows = [np.random.default_rng(list(word.encode())).normal(size=DIMS)
                 for word in prompt.split()]  # fmt: skip
         return np.array(rows, np.float32)
+
+    def means(self, prompts: list[str]) -> np.ndarray:
+        return np.stack([self.of(prompt).mean(axis=0)[None] for prompt in prompts])
 
     def padded(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         found = [self.of(prompt) for prompt in prompts]
@@ -92,7 +96,7 @@ def two() -> TrainedRouter:
 def file_of(trained: TrainedRouter) -> RouterFile:
     stacks = dict.fromkeys(trained.domains, ("a" * 64,))
     header = trained.header("base", "b" * 64, stacks)
-    return RouterFile(header, router_tensors(trained.network))
+    return RouterFile(header, trained.tensors())
 
 
 # --- split ----------------------------------------------------------------------------------------

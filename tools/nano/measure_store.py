@@ -44,7 +44,7 @@ class Served:
     router: PromptRouter
 
     def routes(self, prompts: Sequence[str]) -> list[Route]:
-        return [self.router.decide(scores) for scores in self.router.scores(prompts)]
+        return self.router.routes(prompts)
 
     def logits_of(self, selection: Selection) -> Callable[[mx.array], mx.array]:
         set_mode(self.model, selection, mx.float32)

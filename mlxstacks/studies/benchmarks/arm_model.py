@@ -211,8 +211,7 @@ class Routes:
         if prompt not in self._routed:
             assert self._router is not None, "mode routed needs a router"
             # One prompt at a time: its scores then have the same bits whatever else is asked.
-            scores = self._router.score(prompt)
-            route = self._router.decide(scores, hard=self._hard, routable=self._domains)
+            (route,) = self._router.routes([prompt], hard=self._hard, routable=self._domains)
             self._gaps += route.gap
             self._routed[prompt] = tuple(route.weights.items())
         return self._routed[prompt]

@@ -109,7 +109,7 @@ def _checked(
     settings: RouteCheckSettings, served: Served, router: PromptRouter, check: CheckPrompt
 ) -> dict[str, Any]:
     """missing_domains: expected ones that are not active. answers: by mode."""
-    route = router.decide(router.score(check.prompt), hard=settings.hard, routable=served.domains)
+    (route,) = router.routes([check.prompt], hard=settings.hard, routable=served.domains)
     selections = {"base": base(), "ungated": ungated(), "routed": weighted(route.weights)}
     rendering = Rendering.of(settings)
     # Whether the template opens a thought at the end of a prompt and leaves it open.

@@ -124,15 +124,16 @@ class _Case:
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """losses: by mode, of rows with answers; table: what makes more of them. gaps: by scores."""
+    """losses: by mode, of rows with answers; table: what makes more of them. gaps: by the router's
+    detector, if it has one, and by low scores.
+    """
 
-    scores: list[dict[str, float]]
     routes: list[Route]
     losses: dict[str, list[float]]
     table: RowLosses
     matrix: Matrix
     differences: dict[str, Matrix]
-    gaps: dict[str, Any]
+    gaps: dict[str, dict[str, Any]]
 
 
 class _Evaluation(Study):
@@ -234,7 +235,7 @@ class _Evaluation(Study):
                 "over_routers": over_routers(
                     [r for r in routers if r["name"] not in (SIMILARITY, ARROW)]
                 ),
-                "gaps": {"scores": first.gaps, "loss": self._loss_gaps(case, first.table)},
+                "gaps": {**first.gaps, "loss": self._loss_gaps(case, first.table)},
                 "panels": {
                     panel: {
                         "mode": mode,
@@ -251,8 +252,7 @@ class _Evaluation(Study):
 
     def _measure(self, case: _Case, cache: LossCache) -> _Measured:
         settings, answered, domains = self.settings, case.answered, self.served.domains
-        scores = case.router.scores([row.example.prompt for row in case.rows])
-        routes = [case.router.decide(of_row, routable=domains) for of_row in scores]
+        routes = case.router.routes([row.example.prompt for row in case.rows], routable=domains)
         self._step_done("routes")
         table = RowLosses(
             self.served, [row.row for row in answered if row.row], cache,
@@ -281,12 +281,17 @@ class _Evaluation(Study):
             for to in AGAINST
             if to in case.modes
         }
-        gaps = gap_summary({
-            group: [routes[place].gap for place in places]
-            for group, places in by_group(case.rows).items()
-        })  # fmt: skip
+        threshold = case.router.header.threshold
+        tests = {"scores": [all(s < threshold for s in route.scores.values()) for route in routes]}
+        if case.router.detector is not None:
+            tests = {"detector": [route.gap for route in routes], **tests}
+        rows = by_group(case.rows)
+        gaps = {
+            test: gap_summary({group: [flags[i] for i in places] for group, places in rows.items()})
+            for test, flags in tests.items()
+        }
         matrix = loss_matrix(groups, case.modes, *drawn)
-        return _Measured(scores, routes, losses, table, matrix, differences, gaps)
+        return _Measured(routes, losses, table, matrix, differences, gaps)
 
     def _loss_gaps(self, case: _Case, table: RowLosses) -> dict[str, Any] | None:
         """The test for gaps by losses; None where it was not asked for."""
@@ -426,14 +431,16 @@ def _router_json(case: _Case, measured: _Measured) -> dict[str, Any]:
         "threshold": header.threshold,
         "rows": len(case.rows),
         "exact_set": rate_json(sum(exact), len(exact)),
-        "metrics": router_metrics(case.rows, measured.scores, header.domains, header.threshold),
+        "metrics": router_metrics(
+            case.rows, [route.scores for route in measured.routes], header.domains, header.threshold
+        ),
         "losses": {mode: _values(measured.matrix[mode]) for mode in ROUTED},
         "differences": {
             to: {mode: matrix[mode] for mode in ROUTED}
             for to, matrix in measured.differences.items()
         },
         "mean_active_domains": sum(active) / len(active),
-        "gaps_by_scores": measured.gaps,
+        "gaps": measured.gaps,
     }
 
 

@@ -211,11 +211,12 @@ def difference_json(pairs: Sequence[tuple[bool, bool]]) -> dict[str, Any]:
 def gap_summary(flags: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
     """How often gaps are seen where they are, and where they are not; rates with Wilson's interval.
 
-    flags: group -> whether each of its rows is a gap by one test: scores (every raw score is below
-    the threshold; what the chat uses) or loss (no set of domains lowers the loss of the known
-    answer enough). detection: over rows of unseen domains. false_alarms: over rows of the store's
-    domains and mixed ones. others: prompts that are nobody's, where a gap is no mistake but the
-    base can do without.
+    flags: group -> whether each of its rows is a gap by one test: detector
+    (routing/gap_detector.py; what the chat uses where a router has one), scores (every raw score is
+    below the threshold; what it uses where there is none) or loss (no set of domains lowers the
+    loss of the known answer enough). detection: over rows of unseen domains. false_alarms: over
+    rows of the store's domains and mixed ones. others: prompts that are nobody's, where a gap is no
+    mistake but the base can do without.
     """
     kinds: dict[str, list[bool]] = {"detection": [], "false_alarms": [], "others": []}
     for group, values in flags.items():
@@ -285,13 +286,14 @@ def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
             f"Random stacks of equal norm against the base: {in_words(random)}; the right ones "
             f"against these: {in_words(right)}; {words[sign(right)]}."
         )
-    detection, alarms = (data["gaps"]["scores"][kind] for kind in ("detection", "false_alarms"))
+    test = next(test for test in ("detector", "scores") if test in data["gaps"])
+    detection, alarms = (data["gaps"][test][kind] for kind in ("detection", "false_alarms"))
     if detection:
         yield f"Gaps on unseen domains are seen in {rate_in_words(detection)}."
     if alarms:
         yield f"False alarms on known domains: {rate_in_words(alarms)}."
     if detection and alarms and detection["low"] <= alarms["high"]:
-        yield "Scores do not separate unseen domains from known ones."
+        yield "Unseen domains are not told from known ones."
 
 
 def _words(name: str) -> str:

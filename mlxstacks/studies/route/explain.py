@@ -35,8 +35,7 @@ def run(settings: RouteExplainSettings) -> Result:
     template = template_of(settings.template, store)
     served = open_served(store, settings.model, settings.base)
     router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)
-    scores = router.score(settings.prompt)
-    route = router.decide(scores, hard=settings.hard, routable=served.domains)
+    (route,) = router.routes([settings.prompt], hard=settings.hard, routable=served.domains)
     data: dict[str, Any] = {
         "prompt": settings.prompt,
         "answer": settings.answer,
@@ -46,6 +45,7 @@ def run(settings: RouteExplainSettings) -> Result:
         "threshold": router.header.threshold,
         "active": dict(route.weights),
         "gap": route.gap,
+        "gap_by": "detector" if router.detector is not None else "scores",
         "template": template,
         "losses": None,
         "oracle": None,
@@ -107,7 +107,10 @@ def verdict(data: Mapping[str, Any]) -> str:
     active = ", ".join(f"{name} {weight:.2f}" for name, weight in data["active"].items())
     text = f"answered with {active}." if active else "answered by the base alone."
     if data["gap"]:
-        text += f" A gap: every score is below {data['threshold']}."
+        if data["gap_by"] == "detector":
+            text += " A gap: the prompt is like none that the router was trained on."
+        else:
+            text += f" A gap: every score is below {data['threshold']}."
     if data["losses"] is not None:
         routed, best = (data["losses"][place]["difference_to_base"] for place in (-3, -1))
         text += f" That changes the loss of the answer by {routed:+.3f} nats"

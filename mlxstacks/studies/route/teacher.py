@@ -111,9 +111,8 @@ class Teacher:
 
     def routed(self, prompts: Sequence[str]) -> list[dict[str, float]]:
         """The router's weights of each prompt."""
-        scores = self.router.scores(prompts)
-        domains = self.served.domains
-        return [dict(self.router.decide(s, routable=domains).weights) for s in scores]
+        routes = self.router.routes(prompts, routable=self.served.domains)
+        return [dict(route.weights) for route in routes]
 
     def distributions(
         self,

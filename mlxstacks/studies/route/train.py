@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlxstacks import base_model
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
@@ -18,7 +20,7 @@ from mlxstacks.files.router_file import RouterFile, write_router
 from mlxstacks.files.stack_file import file_sha256
 from mlxstacks.files.store import Store, find_base
 from mlxstacks.routing.outcomes import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
-from mlxstacks.routing.router import ROUTER_FILE, features_for, parameter_count, router_tensors
+from mlxstacks.routing.router import ROUTER_FILE, features_for, parameter_count
 from mlxstacks.routing.router_metrics import rate_json
 from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
@@ -118,7 +120,7 @@ def run(
             router_path=None if settings.install else str(target),
         )},
     })  # fmt: skip
-    tensors = router_tensors(trained.network)
+    tensors = trained.tensors()
     nbytes = sum(array.nbytes for array in tensors.values()) + (1 << 20)
     with staged_directory(
         target, force=settings.force, needed_bytes=nbytes, inputs=[store.path]
@@ -242,9 +244,38 @@ def _facts(data: Mapping[str, Any]) -> Table:
             "router": f"{data['parameters']:,} parameters on {data['input_dims']} dims",
             "split": f"{split['training']:,} to train, {split['validation']:,} held out",
             "best epoch": str(data["best_epoch"]),
+            "test for gaps": _gap_words(data["metrics"]["gap_detector"]),
             "router in the store": data["installed"] or "not put there",
         }
     return Table.of_facts("facts", "Training", rows)
+
+
+def _gap_words(detector: Mapping[str, Any] | None) -> str:
+    if detector is None:
+        return "every score is low"
+    found = detector["left_out"].get(detector["test"], {})
+    shares = [rate["rate"] for rate in found.values()]
+    mean = f": finds {sum(shares) / len(shares):.0%} of a domain left out" if shares else ""
+    return f"{detector['test']}{mean}"
+
+
+def _gap_table(detector: Mapping[str, Any]) -> Table:
+    """What each candidate finds of domains that were left out in turn, the best first."""
+    found = detector["left_out"]
+    names = list(dict.fromkeys(name for rates in found.values() for name in rates))
+    means = {test: float(np.mean([r["rate"] for r in rates.values()])) for test, rates in
+             found.items()}  # fmt: skip
+    rows = [
+        (test, means[test], *(found[test][n]["rate"] if n in found[test] else None for n in names))
+        for test in sorted(found, key=lambda test: -means[test])
+    ]
+    return Table.of(
+        "gap-tests", "Tests for gaps, each domain left out in turn",
+        {"test": "text", "mean": ("share", 0), **dict.fromkeys(names, ("share", 0))},
+        rows,
+        caption="Share of the domain's prompts that a test finds which never saw it, at 5% false "
+        "alarms on the others. Numbers are decoder layers.",
+    )  # fmt: skip
 
 
 def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
@@ -260,6 +291,7 @@ def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
         for row in metrics["calibration"]["bins"]
     )  # fmt: skip
     hits = ((name, *rate_cells(rate)) for name, rate in _hits(metrics).items())
+    gaps = metrics["gap_detector"]
     return (
         _facts(data),
         Table.of("held-out", "On prompts that were held out", {"what": "text", **RATE}, hits),
@@ -272,6 +304,7 @@ def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
         Table.of("calibration", "Calibration", {
             "score": "text", "pairs": "count", "mean score": "number", "mean target": "number"
         }, bins),
+        *([_gap_table(gaps)] if gaps and gaps["left_out"] else []),
     )  # fmt: skip
 
 

@@ -186,13 +186,13 @@ def test_scores_do_not_depend_on_batches_and_modes_leave_nothing(
     places: Places, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routed: list[str] = []
-    own = PromptRouter.score
+    own = PromptRouter.routes
 
-    def noted(self: PromptRouter, text: str) -> dict[str, float]:
-        routed.append(text)
-        return own(self, text)
+    def noted(self: PromptRouter, texts: list[str], **more: Any) -> Any:
+        routed.extend(texts)
+        return own(self, texts, **more)
 
-    monkeypatch.setattr(PromptRouter, "score", noted)
+    monkeypatch.setattr(PromptRouter, "routes", noted)
     for arm in arms_of(places, ("routed", "ungated"), batch_size=2):
         assert arm._loaded is not None
         model = arm._loaded.model

@@ -1,0 +1,274 @@
+"""Whether a prompt is like none that the router was trained on.
+
+A router's sigmoids are sure of themselves far from their training prompts, so low scores find few
+of them. Other tests are tried, each a number that is larger the stranger a prompt is:
+
+    energy           -sum_d log(1 + exp(logit_d)) of the router's logits (Wang et al. 2021, the
+                     joint energy of a network with several labels)
+    mahalanobis      squared distance to the nearest domain's mean prompt (Lee et al. 2018)
+    nearest prompt   -cosine to the nearest training prompt (Sun et al. 2022, with k = 1)
+
+The last two compare mean residuals behind one decoder layer, whitened by the covariance inside
+domains, which is shrunk towards a multiple of the identity as far as its sample is noise (Ledoit &
+Wolf 2004). A mean of several tests, each in deviations of known prompts, is a candidate too.
+
+Which one a router gets is found without any unseen domain: each of its domains is left out in turn,
+a candidate fitted on the others, and what it finds of the one that was left out counts. Its
+threshold is one that a known prompt exceeds with a probability of at most 5%: the order statistic
+of held-out prompts by which a split conformal test rejects.
+
+Letters: N prompts, L layers, D width of the base, q directions, r references.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mlxstacks.files.router_file import GapPart, GapRule, GapTest, RouterFile, gap_shapes
+from mlxstacks.files.strict_json import JsonObject
+from mlxstacks.routing.router_metrics import rate_json
+
+FALSE_ALARMS = 0.05
+# The order statistic above needs so many held-out prompts.
+LEAST_HELD_OUT = math.ceil(1 / FALSE_ALARMS) - 1
+MOST_REFERENCES, MOST_DIRECTIONS = 2000, 256
+
+Label = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GapRows:
+    """Prompts to fit on. means (N, L, D) behind `layers`; logits (N, n) of the router for
+    `domains`; labels: of which domains each prompt is; held_out (N,) bool: from its training.
+    """
+
+    means: np.ndarray
+    layers: tuple[int, ...]
+    logits: np.ndarray
+    domains: tuple[str, ...]
+    labels: Sequence[Label]
+    held_out: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class GapDetector:
+    """rule: as in a router's header. tensors: as in its file, NumPy float32."""
+
+    rule: GapRule
+    tensors: Mapping[str, np.ndarray]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers whose means `strangeness` takes, rising."""
+        return tuple(sorted({part.layer for part in self.rule.parts if part.layer}))
+
+    def strangeness(self, means: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        """means (N, L, D) behind `layers`, logits (N, n) -> (N,); a gap is above the threshold."""
+        total = np.zeros(len(logits))
+        for number, part in enumerate(self.rule.parts):
+            arrays = {n: self.tensors[n] for n in _names(number, part)}
+            at = means[:, self.layers.index(part.layer)] if part.layer else None
+            total += (_measured(part.test, number, arrays, at, logits) - part.mean) / part.deviation
+        return np.asarray(total / len(self.rule.parts))
+
+    def is_gap(self, means: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        """(N,) bool."""
+        return np.asarray(self.strangeness(means, logits) > self.rule.threshold)
+
+
+def detector_of(file: RouterFile) -> GapDetector | None:
+    """The gap detector of a router's file; None where it has none."""
+    if file.header.gaps is None:
+        return None
+    arrays = {n: np.array(a) for n, a in file.tensors.items() if n.startswith("gap.")}
+    return GapDetector(file.header.gaps, arrays)
+
+
+def candidate_layers(num_layers: int) -> tuple[int, ...]:
+    """The first decoder layer and those at each quarter, the last one too."""
+    quarters = (round(num_layers * share) for share in (0.25, 0.5, 0.75, 1))
+    return tuple(sorted({1, *(max(1, layer) for layer in quarters)}))
+
+
+def fit_detector(rows: GapRows) -> tuple[GapDetector | None, str]:
+    """The candidate that finds most of domains left out, fitted on all prompts; and a note where
+    there is none or it could not be chosen.
+    """
+    if (count := int(rows.held_out.sum())) < LEAST_HELD_OUT:
+        return None, (
+            f"{count} held-out prompts are too few to test prompts for gaps by "
+            f"({LEAST_HELD_OUT} are needed); a gap is where every score is low."
+        )
+    tests = list(_candidates(rows.layers))
+    found = {_name(parts): _left_out(rows, parts) for parts in tests}
+    table = {name: rates for name, rates in found.items() if rates}
+    note = ""
+    if table:
+        # the first of equals: fewer tests come before more
+        best = max(table, key=lambda name: _mean_rate(table[name]))
+        chosen = next(parts for parts in tests if _name(parts) == best)
+    else:
+        chosen = (("nearest prompt", rows.layers[0]),)
+        note = "With fewer than two domains no test for gaps could be compared with others."
+    detector = _fitted(rows, chosen)
+    chosen_by: JsonObject = {"test": _name(chosen), "left_out": dict[str, Any](table)}
+    rule = replace(detector.rule, chosen_by=chosen_by)
+    return GapDetector(rule, detector.tensors), note
+
+
+_Tests = tuple[tuple[GapTest, int], ...]
+
+
+def _candidates(layers: Sequence[int]) -> Iterator[_Tests]:
+    yield (("energy", 0),)
+    nearest: _Tests = tuple(("nearest prompt", layer) for layer in layers)
+    far: _Tests = tuple(("mahalanobis", layer) for layer in layers)
+    yield from ((test,) for test in (*nearest, *far))
+    yield from (nearest, far, far[-2:], (("energy", 0), *nearest, *far))
+
+
+def _name(tests: _Tests) -> str:
+    """As in `energy, mahalanobis 1+8`: each test with its layers."""
+    layers: dict[str, list[str]] = {}
+    for test, layer in tests:
+        layers.setdefault(test, []).extend([str(layer)] if layer else [])
+    return ", ".join(f"{test} {'+'.join(numbers)}".strip() for test, numbers in layers.items())
+
+
+def _mean_rate(rates: Mapping[str, Any]) -> float:
+    return float(np.mean([rate["rate"] for rate in rates.values()]))
+
+
+def _left_out(rows: GapRows, tests: _Tests) -> dict[str, Any]:
+    """Domain -> the rate at which it is found where the tests never saw it. The router did see it,
+    as another domain than the rest, which is to the favour of `energy`.
+    """
+    rates = {}
+    for place, name in enumerate(rows.domains):
+        alone = np.array([label == (name,) for label in rows.labels])
+        known = np.array([name not in label for label in rows.labels])
+        others = [d for d in range(len(rows.domains)) if d != place]
+        if not alone.any() or not others or int((known & rows.held_out).sum()) < LEAST_HELD_OUT:
+            continue
+        if not any(label for label, is_known in zip(rows.labels, known, strict=True) if is_known):
+            continue
+        detector = _fitted(_some(rows, known, others), tests)
+        unseen = _some(rows, alone, others)
+        at = [rows.layers.index(layer) for layer in detector.layers]
+        flags = detector.is_gap(unseen.means[:, at], unseen.logits)
+        rates[name] = rate_json(int(flags.sum()), len(flags))
+    return rates
+
+
+def _some(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapRows:
+    return GapRows(
+        rows.means[chosen], rows.layers, rows.logits[chosen][:, domains],
+        tuple(rows.domains[d] for d in domains),
+        [label for label, keep in zip(rows.labels, chosen, strict=True) if keep],
+        rows.held_out[chosen],
+    )  # fmt: skip
+
+
+def _fitted(rows: GapRows, tests: _Tests) -> GapDetector:
+    """References and whitening from training prompts, scale and threshold from held-out ones."""
+    parts, tensors = [], dict[str, np.ndarray]()
+    trained, held_out = ~rows.held_out, rows.held_out
+    for number, (test, layer) in enumerate(tests):
+        at, arrays = None, dict[str, np.ndarray]()
+        if layer:
+            at = rows.means[:, rows.layers.index(layer)]
+            labels = [label for label, is_in in zip(rows.labels, trained, strict=True) if is_in]
+            arrays = _compared(number, test, at[trained], labels)
+            at = at[held_out]
+        values = _measured(test, number, arrays, at, rows.logits[held_out])
+        references, directions = (
+            len(arrays[f"gap.{number}.{name}"]) if layer else 0
+            for name in ("references", "directions")
+        )
+        deviation = max(float(values.std()), 1e-12)
+        parts.append(GapPart(test, layer, references, directions, float(values.mean()), deviation))
+        tensors |= arrays
+    detector = GapDetector(GapRule(tuple(parts), 0.0), tensors)
+    places = [rows.layers.index(layer) for layer in detector.layers]
+    known = np.sort(detector.strangeness(rows.means[held_out][:, places], rows.logits[held_out]))
+    place = math.ceil((len(known) + 1) * (1 - FALSE_ALARMS)) - 1
+    return replace(detector, rule=replace(detector.rule, threshold=float(known[place])))
+
+
+def _names(number: int, part: GapPart) -> list[str]:
+    return list(gap_shapes(number, part, 0)) if part.layer else []
+
+
+def _measured(
+    test: GapTest,
+    number: int,
+    arrays: Mapping[str, np.ndarray],
+    means: np.ndarray | None,
+    logits: np.ndarray,
+) -> np.ndarray:
+    """(N,) of one test. means (N, D) behind its layer, None for `energy`."""
+    if means is None:
+        return np.asarray(-np.logaddexp(0.0, logits.astype(np.float64)).sum(axis=1))
+    names = ("centre", "directions", "scales", "references")
+    centre, directions, scales, references = (arrays[f"gap.{number}.{n}"] for n in names)
+    points = _whitened(means, centre, directions, scales)
+    if test == "mahalanobis":
+        squares = (points**2).sum(axis=1)[:, None] + (references**2).sum(axis=1)
+        return np.asarray((squares - 2 * points @ references.T).min(axis=1))
+    return np.asarray(-(_unit(points) @ references.T).max(axis=1))
+
+
+def _compared(
+    number: int, test: GapTest, means: np.ndarray, labels: Sequence[Label]
+) -> dict[str, np.ndarray]:
+    """The tensors of a part from training prompts: means (N, D) and their labels."""
+    classes = {label: [i for i, other in enumerate(labels) if other == label] for label in labels}
+    of_class = {label: means[at].mean(axis=0) for label, at in classes.items()}
+    centre = means.mean(axis=0)
+    inside = means - np.stack([of_class[label] for label in labels])
+    directions, scales = _whitening(inside.astype(np.float64))
+    if test == "mahalanobis":
+        references = _whitened(np.stack(list(of_class.values())), centre, directions, scales)
+    else:
+        # evenly over the prompts, whose order is by domain
+        step = max(1, math.ceil(len(means) / MOST_REFERENCES))
+        references = _unit(_whitened(means[::step], centre, directions, scales))
+    arrays = {
+        "centre": centre, "directions": directions, "scales": scales, "references": references
+    }  # fmt: skip
+    return {f"gap.{number}.{name}": array.astype(np.float32) for name, array in arrays.items()}
+
+
+def _whitening(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (N, D), of mean 0 in their class -> directions (q, D) and scales (q + 1): what a part
+    along each direction is multiplied by, the last one what is along none.
+    """
+    n, width = inside.shape
+    _, singular, directions = np.linalg.svd(inside, full_matrices=False)
+    variances = singular**2 / n
+    mean = variances.sum() / width
+    distance = (variances**2).sum() - 2 * mean * variances.sum() + width * mean**2
+    noise = ((inside**2).sum(axis=1) ** 2).sum() / n**2 - (variances**2).sum() / n
+    shrinkage = min(1.0, max(0.0, noise / max(distance, 1e-30)))
+    q = min(MOST_DIRECTIONS, len(variances))
+    shrunk = (1 - shrinkage) * variances + shrinkage * mean
+    outside = max(1, width - q)
+    rest = (1 - shrinkage) * variances[q:].sum() / outside + shrinkage * mean
+    least = 1e-6 * max(mean, 1e-30)
+    return directions[:q], 1 / np.sqrt(np.maximum([*shrunk[:q], rest], least))
+
+
+def _whitened(
+    means: np.ndarray, centre: np.ndarray, directions: np.ndarray, scales: np.ndarray
+) -> np.ndarray:
+    apart = means - centre
+    along = apart @ directions.T
+    outside = apart - along @ directions
+    return np.asarray(scales[-1] * outside + (along * scales[:-1]) @ directions)
+
+
+def _unit(points: np.ndarray) -> np.ndarray:
+    return points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
