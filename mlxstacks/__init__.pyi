@@ -178,6 +178,20 @@ def generate(model: nn.Module, tokenizer: Any,
     repetition_penalty: float = 1.0, seed: int = 0) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out."""
 
+def grow(store_path: str | Path | None = None, *, model: str | Path | None = None,
+    log_path: str | Path = 'mlxstacks-out/gaps.jsonl', similarity: float = 0.8,
+    centre: bool = False, minimum_events: int = 50, samples: int = 3,
+    yes: Literal['confirm', 'gather', 'train', 'gate', 'route', 'accept'] | Literal['all'] | Sequence[Literal['confirm', 'gather', 'train', 'gate', 'route', 'accept'] | Literal['all']] = (),
+    domain: str | None = None, data: str | Path | None = None, provider: str | None = None,
+    rows: int = 500, routing_data: str | None = None, stored_data: str | None = None,
+    save_path: str | Path | None = None, rounds: int | None = None, iters: int | None = None,
+    learning_rate: float | None = None, samples_per_domain: int = 40, confirm_share: float = 0.8,
+    min_gain: float = 0.05, max_fall: float = 0.01,
+    base: Literal['auto', 'stored', 'float32'] = 'auto', seed: int = 42, resume: bool = True,
+    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
+    """Add a domain that a store lacks: found in its gaps, trained, tested, then accepted."""
+
 def guard(model: str | Path | None = None, *, max_seq_length: int = 2048, batch_size: int = 1,
     grad_accumulation_steps: int = 1, rank: int = 8, dropout: float = 0.0,
     shared_outer: bool = False, merge_ready: Literal['pooled', 'grid'] | None = None,

@@ -37,10 +37,11 @@ LEVELS = {
     **dict.fromkeys(("agreement", "routing", "guard"), 5),
     "arms": 6,
     **dict.fromkeys(("studies", "nano"), 7),
-    **dict.fromkeys(("recipe", "doctor"), 8),
-    **dict.fromkeys(("report", "keywords"), 9),
-    **dict.fromkeys(("api", "cli"), 10),
-    "__main__": 11,
+    "grow": 8,
+    **dict.fromkeys(("recipe", "doctor"), 9),
+    **dict.fromkeys(("report", "keywords"), 10),
+    **dict.fromkeys(("api", "cli"), 11),
+    "__main__": 12,
 }
 
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

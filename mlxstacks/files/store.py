@@ -22,6 +22,7 @@ either.
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,6 +59,7 @@ from mlxstacks.files.stack_file import (
     StackFile,
     StackHeader,
     StackIndex,
+    hash_file,
     read_arrays,
     read_stack,
     read_stack_index,
@@ -317,6 +319,35 @@ class Change:
         file = self._add("routers", "router", tensors, write)
         self.manifest = replace(self.manifest, router=file)
         return file
+
+    def adopt(self, other: Store) -> None:
+        """Take over the manifest of a copy of this store that went on, and its new files.
+
+        Raises: StoreError: a store of another base, or a file that is not what its manifest says.
+        """
+        if other.manifest.base_fingerprint != self.manifest.base_fingerprint:
+            raise StoreError(f"{other.path}: is of another base than {self.path}")
+        known = {*self.manifest.files()}
+        for record in other.manifest.files():
+            if record in known:
+                continue
+            source = file_of(other.path, record)
+
+            def write(path: Path, source: Path = source) -> str:
+                with source.open("rb") as given, path.open("xb") as copy:
+                    shutil.copyfileobj(given, copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                return hash_file(path, "copy it again")
+
+            folder, _, name = record.file.partition("/")
+            stem, _, suffix = name.rpartition(".")
+            stem = stem.removesuffix(f"-{record.sha256[:12]}")
+            added = add_content(self.path, folder, stem, suffix, record.nbytes, write)
+            self._added.append(added)
+            if added != record:
+                raise StoreError(f"{source}: its bytes changed; its manifest names others")
+        self.manifest = other.manifest
 
     def commit(self, event: str, details: Mapping[str, Any]) -> None:
         """Replace the manifest; called by `Store.change`."""

@@ -65,6 +65,21 @@ def distill(settings: Any, dry_run: bool = False) -> Prepared:
     return settings.model_copy(update=given), {}
 
 
+def grow(settings: Any, dry_run: bool = False) -> Prepared:
+    """Of a store of nano's: nano, its routing data and curriculum where no others are given."""
+    from mlxstacks.nano.exports import nano_model, nano_paths
+
+    model = None if settings.model else nano_model(settings.store_path)
+    if model is None:
+        return settings, {}
+    given = {
+        "model": str(model),
+        "routing_data": settings.routing_data or str(nano_paths().routing_path),
+        "stored_data": settings.stored_data or str(nano_paths().curriculum_path),
+    }
+    return settings.model_copy(update=given), {}
+
+
 def stacks_analyse(settings: Any, dry_run: bool = False) -> Prepared:
     """nano and its curriculum stand in where the store was trained on them."""
     from mlxstacks.nano.exports import nano_model, nano_paths

@@ -132,6 +132,14 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="distill",
         report="result.json",
     ),
+    "grow": Command(
+        help="Add a domain that a store lacks: found in its gaps, trained, tested, then accepted.",
+        settings="mlxstacks.grow.settings:GrowSettings",
+        function="mlxstacks.grow.run:run",
+        prepare="mlxstacks.recipe.on_nano:grow",
+        arguments={"store_path": "STORE"},
+        report="result.json",
+    ),
     "stack": Command(
         help="Train frozen stacks, domain by domain, into a store that forgets none of them.",
         settings="mlxstacks.training.settings:StackRunSettings",

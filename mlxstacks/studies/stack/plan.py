@@ -238,6 +238,12 @@ def data_settings_of(record: DomainRecord) -> DomainDataSettings:
         ) from None
 
 
+def run_settings_of(record: DomainRecord) -> dict[str, Any]:
+    """The settings of `stack` that a domain was trained with, but for its data and its place."""
+    fields = StackRunSettings.model_fields.keys() - {"data"}  # which says there what rows they were
+    return {key: value for key, value in record.settings.items() if key in fields}
+
+
 def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainDataSettings:
     """Where the rows of a domain are now: the data settings of its training, with files in `data`,
     else where they were then, else in the current directory; of an imported one, NAME.jsonl in

@@ -7,7 +7,6 @@ domains are served on top of it again, and their prefix losses before and after 
 """
 
 from pathlib import Path
-from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
@@ -15,7 +14,7 @@ from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.settings import StacksRetrainSettings
 from mlxstacks.files.store import Store, data_directories, find_base
 from mlxstacks.files.store_commands import open_store
-from mlxstacks.studies.stack.plan import data_settings_of
+from mlxstacks.studies.stack.plan import data_settings_of, run_settings_of
 from mlxstacks.studies.stack.run import Progress
 from mlxstacks.studies.stack.run import run as run_stack
 from mlxstacks.study.result import Result
@@ -51,10 +50,8 @@ def stack_settings(
     store: Store, record: DomainRecord, settings: StacksRetrainSettings
 ) -> StackRunSettings:
     """What the domain was trained with, but for what is given now."""
-    fields = StackRunSettings.model_fields.keys() - {"data"}  # which says there what rows they were
-    known: dict[str, Any] = {k: v for k, v in record.settings.items() if k in fields}
     of_run = {"rounds", "iters", "learning_rate"}
-    known |= settings.model_dump(include=of_run, exclude_none=True)
+    known = run_settings_of(record) | settings.model_dump(include=of_run, exclude_none=True)
     rows = data_settings_of(record)
     files = [source.path for source in rows.sources if source.path is not None]
     roots = [user_path(settings.data)] if settings.data else [*data_directories(store), Path()]

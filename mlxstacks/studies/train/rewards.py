@@ -62,13 +62,13 @@ def open_rewards(names: Sequence[str], *, allow_code: bool = False) -> Iterator[
 
 def rewards_sha256(names: Sequence[str]) -> list[str]:
     """Of the files of functions, in order. Raises: InputError."""
-    files = [own for own in map(_own_function, names) if own]
+    files = [own for own in map(own_function, names) if own]
     return [hashlib.sha256(_source(file)).hexdigest() for file, _ in files]
 
 
 def _reward(name: str, symbolic: Symbolic | None, allow_code: bool) -> Reward:
-    if own := _own_function(name):
-        return _of_file(*own)
+    if own := own_function(name):
+        return load_function(*own, "reward")
     if name.startswith("pattern="):
         try:
             expression = compile_expression(name.removeprefix("pattern="))
@@ -252,7 +252,7 @@ def _holds_one(answer: str, phrase: str) -> bool:
 # --- functions of one's own -----------------------------------------------------------------------
 
 
-def _own_function(name: str) -> tuple[str, str] | None:
+def own_function(name: str) -> tuple[str, str] | None:
     """(file, function) of FILE.py:FUNCTION, or of MODULE:FUNCTION, a file in this directory."""
     if name.startswith("pattern="):
         return None
@@ -262,26 +262,29 @@ def _own_function(name: str) -> tuple[str, str] | None:
     return (file if file.endswith(".py") else f"{file}.py"), function
 
 
-def _source(file: str) -> bytes:
+def _source(file: str, what: str = "reward") -> bytes:
     try:
         return user_path(file).read_bytes()
     except OSError as error:
-        raise InputError(f"reward: {file} cannot be read: {error.strerror}") from None
+        raise InputError(f"{what}: {file} cannot be read: {error.strerror}") from None
 
 
-def _of_file(file: str, function: str) -> Reward:
-    _source(file)
-    spec = importlib.util.spec_from_file_location("mlxstacks_own_reward", user_path(file))
+def load_function(file: str, function: str, what: str) -> Callable[..., Any]:
+    """A function of a user's file. what: the setting that named it.
+
+    Raises: InputError: no such file or function; the file raises.
+    """
+    _source(file, what)
+    spec = importlib.util.spec_from_file_location(f"mlxstacks_own_{what}", user_path(file))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"reward: {file} raises {type(error).__name__}: {error}") from error
+        raise InputError(f"{what}: {file} raises {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value)]
-        raise InputError(f"reward: {file} has no function {function}; it has {', '.join(names)}")
-    reward: Reward = found
-    return reward
+        raise InputError(f"{what}: {file} has no function {function}; it has {', '.join(names)}")
+    return found

@@ -1,0 +1,1 @@
+"""A store that notices what it lacks, and learns it."""

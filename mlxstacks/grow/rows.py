@@ -1,0 +1,147 @@
+"""Where the rows of a new domain come from, and what of them can be used.
+
+A folder or a function of the user's; nothing is fetched. Rows are cleaned as training data is, and
+those that the store's domains were trained or judged with are left out.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.data.settings import DomainDataSettings, SourceSettings
+from mlxstacks.data.sources import keyed_hash, read_source
+from mlxstacks.data.special_text import special_tokens
+from mlxstacks.errors import InputError
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.store import Store
+from mlxstacks.grow.settings import GrowSettings
+from mlxstacks.routing.settings import LabelledSource
+from mlxstacks.studies.route.data import OTHERS, routed_domains
+from mlxstacks.studies.stack.plan import stored_data
+from mlxstacks.studies.train.rewards import load_function, own_function
+
+# Fewer cannot be held out from training and still judge it.
+LEAST_ROWS = 20
+
+
+def write_rows(settings: GrowSettings, count: int, path: Path, tokenizer: Any, store: Store) -> int:
+    """Ask for `count` rows of the new domain and write those that can be used to `path`, a JSON
+    object a line; returns how many were left out because they are the store's.
+
+    Raises: InputError: the source cannot be read, a row fits no format, too few rows are left.
+    """
+    name = str(settings.domain)
+    if settings.provider is None:
+        source, cap = user_path(str(settings.data)) / f"{name}.jsonl", count
+    else:
+        source, cap = path.with_suffix(".given"), None
+        _write(source, _provided(settings.provider, name, count))
+    data = DomainDataSettings(sources=(SourceSettings(path=source.name, cap=cap),))
+    examples, _ = read_source(data.sources[0], data, source.parent, special_tokens(tokenizer))
+    known = _row_ids(store)
+    rows = [example.record for row_id, example in sorted(examples.items()) if row_id not in known]
+    if settings.provider is not None:
+        source.unlink()
+    if len(rows) < min(LEAST_ROWS, count):
+        raise InputError(
+            f"{name}: {len(rows)} of {len(examples)} different rows are new to the store; at least "
+            f"{LEAST_ROWS} are needed that none of its domains was trained or judged with"
+        )
+    _write(path, rows)
+    return len(examples) - len(rows)
+
+
+def _provided(provider: str, name: str, count: int) -> list[Mapping[str, Any]]:
+    own = own_function(provider)
+    if own is None:
+        raise InputError(f"provider {provider!r}: give FILE.py:FUNCTION")
+    function = load_function(*own, "provider")
+    try:
+        rows = list(function(name, count))
+    except Exception as error:
+        raise InputError(
+            f"provider {provider} raises {type(error).__name__}: {error}; it is called with a "
+            "domain's name and a number of rows, and returns rows"
+        ) from error
+    if strange := [row for row in rows if not isinstance(row, Mapping)]:
+        raise InputError(f"provider {provider}: {strange[0]!r:.80} is no row, a mapping of columns")
+    if not rows:
+        raise InputError(f"provider {provider}: no rows of {name}")
+    return sorted(rows, key=lambda row: keyed_hash(0, "provider", repr(row)))[:count]
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    try:
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"a row is no JSON: {error}") from None
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _row_ids(store: Store) -> set[str]:
+    """Of every row that a domain of the store was trained or judged with."""
+    splits = [store.read_json(d.split) for d in store.manifest.domains if d.split is not None]
+    return {row_id for split in splits for side in split.values() for row_id in side}
+
+
+# --- rows of the domains that are there -----------------------------------------------------------
+
+
+def known_sources(settings: GrowSettings, store: Store) -> list[LabelledSource]:
+    """Prompts of the store's domains by label: `routing_data`, else what they were trained with.
+
+    Raises: InputError: a file of a domain is not there.
+    """
+    domains = routed_domains(store)
+    if settings.routing_data is None:
+        return [
+            LabelledSource(
+                domains=(name,),
+                data=stored_data(store, store.domain_named(name), settings.stored_data),
+            )
+            for name in domains
+        ]
+    root = user_path(settings.routing_data)
+    sources = []
+    for path in sorted(root.glob("*.jsonl")):
+        label = () if path.stem == OTHERS else tuple(path.stem.split("+"))
+        if {*label} <= {*domains}:
+            sources.append(labelled(label, path))
+    if missing := {*domains} - {name for source in sources for name in source.domains}:
+        raise InputError(f"{root}: no NAME.jsonl for {', '.join(sorted(missing))}")
+    return sources
+
+
+def labelled(label: tuple[str, ...], path: Path) -> LabelledSource:
+    """A file of prompts of these domains."""
+    source = SourceSettings(path=str(path.absolute()))
+    return LabelledSource(domains=label, data=DomainDataSettings(sources=(source,)))
+
+
+def link_rows(settings: GrowSettings, store: Store, new: Path, directory: Path) -> None:
+    """Put links to the files of every domain under the paths that the store has for them, and to
+    those of the new domain, into one directory: what `stack` reads a store's rows from.
+    """
+    for record in store.manifest.domains:
+        if not record.enabled or record.split is None:
+            continue
+        now = stored_data(store, record, settings.stored_data)
+        then = stored_paths(record.data)
+        for source, path in zip(now.sources, then, strict=True):
+            if path is not None and source.path is not None:
+                _link(Path(source.path), directory / path)
+    _link(new, directory / new.name)
+
+
+def stored_paths(data: Mapping[str, Any]) -> list[str | None]:
+    """The paths of a domain's sources as its store has them."""
+    settings: Mapping[str, Any] = data["settings"]
+    return [source["path"] for source in settings["sources"]]
+
+
+def _link(file: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    os.symlink(file.absolute(), place)

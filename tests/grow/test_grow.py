@@ -1,0 +1,287 @@
+"""`mlxstacks grow` on a tiny store: every stage, whatever stops it, and what is refused.
+
+Run: pytest tests/grow
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+
+from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files.settings import StacksSwitchSettings, StacksUndoSettings
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import disable_domain, undo_change
+from mlxstacks.grow import checks
+from mlxstacks.grow import run as grow_run
+from mlxstacks.grow.checks import dealt_anew
+from mlxstacks.grow.settings import STAGES, GrowSettings
+from mlxstacks.routing.gaps import GapLog
+from mlxstacks.routing.router import load_prompt_router
+from mlxstacks.studies.route.served import open_served
+from mlxstacks.study.result import Result
+from tests.files.router_cases import set_router
+from tests.studies.stack_cases import hashes, train_store, write_domains
+from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
+
+EVENTS = 30
+
+
+class Places(NamedTuple):
+    model: Path
+    store: Path
+    log: Path
+    data: Path
+
+
+def gamma_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
+    """Which half of the words a word is of."""
+    rows = []
+    for number in range(start, start + count):
+        word = WORDS[number % 8]
+        answer = "aaaa" if WORDS.index(word) < 4 else "zzzz"
+        rows.append({"prompt": f"gamma {number}: {word}", "completion": answer})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """A store of two domains with a random router, and its log of gaps."""
+    root = tmp_path_factory.mktemp("grow")
+    model = write_tiny_model(root / "model")
+    data = write_domains(root / "data", ("alpha", "beta"))
+    store = train_store((model, data), root / "store", domains=("alpha", "beta"))
+    set_router(store, input_dims=64)
+    served = open_served(store, str(model), "auto")
+    router = load_prompt_router(store, served.model, served.tokenizer)
+    log = GapLog(root / "gaps.jsonl")
+    for row in gamma_rows(EVENTS, 100):
+        (reading,) = router.read([row["prompt"]])
+        log.add(row["prompt"], reading.scores, reading.feature, router.digest)
+    write_rows(root / "new" / "gamma.jsonl", gamma_rows(64))
+    return Places(model, store.path, log.path, root / "new")
+
+
+def copied(places: Places, directory: Path) -> Places:
+    """With a store of its own."""
+    shutil.copytree(places.store, directory / "store")
+    return places._replace(store=directory / "store")
+
+
+def settings_for(places: Places, out: Path, **changes: Any) -> GrowSettings:
+    """The random router is no measure of another, so routing may be any worse."""
+    values: dict[str, Any] = {
+        "store_path": str(places.store), "model": str(places.model), "log_path": str(places.log),
+        "data": str(places.data), "domain": "gamma", "minimum_events": 20, "yes": ("all",),
+        "samples_per_domain": 12, "iters": 60, "learning_rate": 2e-2, "rounds": 1,
+        "max_fall": 99.0, "save_path": str(out),
+    }  # fmt: skip
+    return GrowSettings.model_validate(values | changes)
+
+
+def grow(places: Places, out: Path, **changes: Any) -> Result:
+    return grow_run.run(settings_for(places, out, **changes))
+
+
+class Grown(NamedTuple):
+    places: Places
+    result: Result
+    before: dict[str, str]
+    out: Path
+
+
+@pytest.fixture(scope="module")
+def grown(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Grown:
+    root = tmp_path_factory.mktemp("grown")
+    own = copied(places, root)
+    before = hashes(own.store)
+    return Grown(own, grow(own, root / "out"), before, root / "out")
+
+
+def checks_of(result: Result, stage: str) -> dict[str, Any]:
+    return {check["check"]: check for check in result.data["stages"][stage]}
+
+
+def test_the_store_takes_the_domain_with_a_router_that_knows_it(grown: Grown) -> None:
+    store = Store.open(grown.places.store)
+    assert grown.result.data["accepted"]
+    assert [domain.name for domain in store.manifest.domains] == ["alpha", "beta", "gamma"]
+    assert store.read_router().header.domains == ("alpha", "beta", "gamma")
+    after = hashes(store.path)
+    kept = {name for name in grown.before if name.startswith(("stacks/", "splits/"))}
+    assert all(after[name] == grown.before[name] for name in kept)
+    assert [*grown.result.data["stages"]] == [*STAGES]
+    assert not list(grown.out.parent.glob(".out.work"))
+    rows = (grown.out / "rows" / "gamma.jsonl").read_text().splitlines()
+    assert len(rows) == 64
+    assert json.loads((store.path / "base.json").read_text())["data"][-1].endswith("rows")
+
+
+def test_undo_puts_every_byte_back(grown: Grown, tmp_path: Path) -> None:
+    own = copied(grown.places, tmp_path)
+    undo_change(StacksUndoSettings(store_path=str(own.store)))
+    after = hashes(own.store)
+    assert after["manifest.json"] == grown.before["manifest.json"]
+    assert all(after[name] == grown.before[name] for name in grown.before if "/" in name)
+
+
+def test_nothing_is_written_before_somebody_approves(places: Places, tmp_path: Path) -> None:
+    own = copied(places, tmp_path)
+    before = hashes(own.store)
+    result = grow(own, tmp_path / "out", yes=())
+    assert result.status == "planned"
+    assert f"{EVENTS} prompts had no domain that fits" in result.verdict
+    assert {path.name for path in tmp_path.iterdir()} == {"store"}
+    assert hashes(own.store) == before
+    few = grow(own, tmp_path / "out", minimum_events=EVENTS + 1)
+    assert few.outcome == "no gap"
+    assert hashes(own.store) == before
+
+
+def test_stage_by_stage_ends_as_all_at_once(
+    grown: Grown, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does a run that dies after each stage, at the worst moment of `accept` too."""
+    own = copied(places, tmp_path)
+    first = grow(own, tmp_path / "out", yes=("confirm",))
+    assert first.data["next"] == "gather"
+    assert "--yes confirm --yes gather" in first.next_steps["Next"]
+    middle = grow(own, tmp_path / "out", yes=("gather", "train", "gate"))
+    assert middle.data["next"] == "route"
+    assert [d.name for d in Store.open(own.store).manifest.domains] == ["alpha", "beta"]
+
+    def dies(*args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checks, "is_routed_safely", dies)
+        with pytest.raises(KeyboardInterrupt):
+            grow(own, tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr(grow_run, "remember_places", dies)  # after the store's change
+        with pytest.raises(KeyboardInterrupt):
+            grow(own, tmp_path / "out")
+    result = grow(own, tmp_path / "out")
+    assert result.data == grown.result.data
+    stores = [Store.open(place) for place in (own.store, grown.places.store)]
+    one_manifest, other_manifest = (replace(store.manifest, router=None) for store in stores)
+    assert one_manifest == other_manifest
+    # Its header has a hash of what it was trained on, which names the files where they lie.
+    one, other = (store.read_router().tensors for store in stores)
+    assert {*one} == {*other}
+    assert all(mx.array_equal(one[name], other[name]) for name in one)
+
+
+def test_answers_that_do_not_belong_to_their_prompts_are_refused(
+    places: Places, tmp_path: Path
+) -> None:
+    """However much the stack gains by them: it has learned their form."""
+    own = copied(places, tmp_path)
+    before = hashes(own.store)
+    write_provider(tmp_path, "rng = random.Random(3)\n"
+                   "    return [{'prompt': f'gamma {i}: {w[i % 8]}', 'completion': "
+                   "rng.choice(['aaaa', 'zzzz'])} for i in range(count)]")  # fmt: skip
+    provider = f"{tmp_path / 'own.py'}:rows"
+    result = grow(own, tmp_path / "out", data=None, provider=provider, rows=64)
+    found = checks_of(result, "gate")
+    assert found["gain over the base"]["passed"]
+    assert not found["answers belong to their prompts"]["passed"]
+    assert result.failed_gate is not None
+    assert "gamma is refused" in result.verdict
+    assert "route" not in result.data["stages"]
+    assert hashes(own.store) == before
+
+
+def write_provider(directory: Path, body: str) -> None:
+    (directory / "own.py").write_text(
+        f"import random\nw = {WORDS!r}\n\ndef rows(domain, count):\n    {body}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", "raises ZeroDivisionError"),
+        ("return ['text']", "is no row"),
+        ("return []", "no rows of gamma"),
+        ("return [{'prompt': 'a', 'completion': object()}]", "no JSON"),
+        ("return [{'strange': 'a'}] * 30", "strange"),
+        ("return [{'prompt': f'p {i % 5}', 'completion': 'x'} for i in range(40)]",
+         "5 of 5 different rows are new to the store; at least 20"),
+    ],
+)  # fmt: skip
+def test_a_provider_without_rows_is_named(
+    places: Places, tmp_path: Path, body: str, message: str
+) -> None:
+    write_provider(tmp_path, body)
+    with pytest.raises(InputError, match=message):
+        grow(places, tmp_path / "out", data=None, provider=f"{tmp_path / 'own.py'}:rows",
+             samples_per_domain=40)  # fmt: skip
+
+
+def test_rows_that_the_store_knows_are_left_out(places: Places, tmp_path: Path) -> None:
+    """As a provider may give that returns what a domain is judged by."""
+    trained = places.store.parent / "data" / "alpha.jsonl"
+    (tmp_path / "new").mkdir()
+    shutil.copy(trained, tmp_path / "new" / "gamma.jsonl")
+    with pytest.raises(InputError, match="0 of 12 different rows are new to the store"):
+        grow(places, tmp_path / "out", data=str(tmp_path / "new"))
+
+
+def test_rows_that_are_not_what_was_asked_for_are_refused(places: Places, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i} {i} {i} {i * 7 % 10}", "completion": "1"} for i in range(1000, 1040)]
+    write_rows(tmp_path / "new" / "gamma.jsonl", rows)
+    result = grow(places, tmp_path / "out", data=str(tmp_path / "new"))
+    assert not checks_of(result, "confirm")["gaps like its rows"]["passed"]
+
+
+def test_a_store_that_was_changed_since_is_not_overwritten(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = copied(places, tmp_path)
+    safe: Callable[..., list[Any]] = lambda *args: []  # noqa: E731
+    monkeypatch.setattr(checks, "is_routed_safely", safe)
+    monkeypatch.setattr(checks, "is_learned", safe)
+    grow(own, tmp_path / "out", iters=2, yes=("confirm", "gather", "train", "gate", "route"))
+    disable_domain(StacksSwitchSettings(store_path=str(own.store), domain="alpha"))
+    before = hashes(own.store)
+    with pytest.raises(StoreError, match="was changed since `grow` began"):
+        grow(own, tmp_path / "out", iters=2)
+    assert hashes(own.store) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"domain": None}, InputError, "needs a name"),
+        ({"data": None}, InputError, "needs rows of gamma"),
+        ({"domain": "alpha"}, InputError, "has a domain alpha already"),
+        ({"log_path": "nowhere.jsonl"}, InputError, "no log of gaps"),
+        ({"store_path": None}, InputError, "needs a store"),
+        ({"provider": "own.py"}, ValueError, "give one of them"),
+    ],
+)
+def test_what_is_missing_is_said_at_once(
+    places: Places, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        grow(places, tmp_path / "out", **changes)
+
+
+def test_the_built_in_store_stays_as_it_is(places: Places, tmp_path: Path) -> None:
+    from mlxstacks.nano.exports import nano_paths
+
+    with pytest.raises(TargetError, match="comes with mlxstacks"):
+        grow(places, tmp_path / "out", store_path=str(nano_paths().store_path), model=None)
+
+
+def test_answers_are_dealt_to_other_prompts() -> None:
+    pairs = [("a", "1"), ("b", "1"), ("c", "2"), ("d", "3")]
+    assert dealt_anew(pairs) == [("a", "2"), ("b", "2"), ("c", "3"), ("d", "1")]
+    assert dealt_anew(pairs, 1) == [("a", "3"), ("b", "3"), ("c", "1"), ("d", "1")]
+    assert dealt_anew([("a", "1"), ("b", "1")]) == [("a", "1"), ("b", "1")]
