@@ -273,7 +273,7 @@ class _Growth(Study):
         trained_anew = route_train.run(
             RouterTrainSettings.model_validate({
                 **known, **here, "targets": str(discovered), "save_path": str(trained),
-                "extend": "all", "install": False, "force": True,
+                "extend": "new", "install": False, "force": True,
             }),
             progress=self._part("route"),
         )  # fmt: skip
