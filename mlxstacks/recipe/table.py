@@ -244,6 +244,7 @@ COMMANDS: dict[str, Command] = {
         help="Check every file of a store: hashes, shapes, headers and base.",
         settings="mlxstacks.files.settings:StacksVerifySettings",
         function="mlxstacks.studies.stack.store_commands:verify_store",
+        prepare="mlxstacks.recipe.on_nano:route",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
     ),

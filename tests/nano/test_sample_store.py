@@ -4,6 +4,7 @@ Run: pytest tests/nano/test_sample_store.py
 """
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,13 @@ def test_the_figures_of_a_domain_measured_again(figures, monkeypatch) -> None:
         again = measure_store.measure_items(served, items)["routed"]
     expected = figures["domains"]["islands"]["routed"]
     assert again["loss"] == pytest.approx(expected["loss"], rel=0.02)
+
+
+def test_store_is_bound_to_every_byte_of_its_base(capsys: pytest.CaptureFixture[str]) -> None:
+    """`stacks verify` asks nano, and what is copied says nothing of a weak binding."""
+    assert run(["stacks", "verify", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["data"]["base"], result["notes"]) == ("same", [])
 
 
 CHANGES = [

@@ -36,8 +36,8 @@ from mlxstacks.study.result import Result
 _FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
 _BASES = {
     "not checked": "the base was not checked (--model DIR)",
-    "same": "of the given base",
-    "another": "NOT of the given base",
+    "same": "the base is the one that they were trained on",
+    "another": "the base is NOT the one that they were trained on",
 }
 
 
