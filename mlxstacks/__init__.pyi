@@ -240,9 +240,9 @@ def nano(*, bits: Literal[2, 3, 4, 5, 6, 8] | None = 3,
     """Show where the built-in model is and what it was measured to know."""
 
 def nano_export(save_path: str | Path, *, bits: Literal[2, 3, 4, 5, 6, 8] | None = 4,
-    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    samples: bool = False, force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Write the built-in model as a checkpoint that mlx-lm loads."""
+    """Write the built-in model as a checkpoint that mlx-lm loads, or with all its samples."""
 
 def profile(model: str | Path | None = None, *, data: str | Path | None = None,
     save_path: str | Path | None = None, split: str = 'test', group_key: str = 'category',

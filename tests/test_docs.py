@@ -1,7 +1,7 @@
 """What the documentation shows runs: every block of commands and of Python in README and docs.
 
-A page's blocks run in order in one directory, where `model`, `adapters`, `store`, `data` and
-`domains` are nano's, and what a block of text shows is what they print. A block whose first line is
+A page's blocks run in order in a directory that `mlxstacks nano export --samples` made, and what a
+block of text shows is what they print. A block whose first line is
 one of `MARKS` does not run here: `# takes` does with `make soak`, `# real model` with `make
 test-real`, and what `# installs` is done by `make smoke`. The strict build is `make docs`.
 
@@ -37,15 +37,9 @@ COMMAND = re.compile(r"^((mlxstacks|pip|uv|make|python) |mlx_lm\.)", re.M)
 
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with nano under the names that the pages use."""
-    from mlxstacks.nano.exports import nano_paths
-
-    home, paths = tmp_path_factory.mktemp("docs"), nano_paths()
-    for name, path in {
-        "model": paths.model_path, "adapters": paths.adapter_path, "data": paths.data_path,
-        "preferences": paths.preferences_path, "domains": paths.curriculum_path,
-    }.items():  # fmt: skip
-        (home / name).symlink_to(path)
+    """What the pages begin with, as a reader makes it."""
+    home = tmp_path_factory.mktemp("docs") / "practice"
+    assert run(["nano", "export", str(home), "--samples"]) == 0
     return home
 
 
@@ -70,12 +64,9 @@ def test_blocks_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from mlxstacks.nano.exports import nano_paths
-
-    for link in nano.iterdir():
-        (tmp_path / link.name).symlink_to(link.resolve())
-    shutil.copytree(nano_paths().store_path, tmp_path / "store")
-    monkeypatch.chdir(tmp_path)
+    practice = tmp_path / "practice"
+    shutil.copytree(nano, practice)
+    monkeypatch.chdir(practice)
     variables: dict[str, object] = {}
     printed, runs = "", False
     marks = tuple(mark for mark in MARKS if not (SOAK and mark == "# takes "))
@@ -118,6 +109,14 @@ def test_what_does_not_run_says_why(name: str) -> None:
             continue
         room = 120 if name == "README.md" else WIDEST_CODE
         assert max(map(len, text.splitlines())) <= room, f"{name}: {text}"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.startswith("docs/howto/")])
+def test_a_page_that_needs_nano_says_how_to_begin(name: str) -> None:
+    needs = r'--model model |--adapter-path adapters|--store-path store\b|load\("model"| store '
+    page = PAGES[name].read_text()
+    needed = any(re.search(needs, text) for kind, text in runnable(page))
+    assert not needed or "`mlxstacks nano export practice --samples`" in page
 
 
 def test_every_mark_is_explained() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -135,7 +136,8 @@ def write_export(
 
 
 def export(settings: ExportSettings) -> Result:
-    """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
+    """`nano export`: the built-in model at `settings.bits`, alone or, at the bits of its adapter
+    and its store, with its samples beside it; the target appears as a whole or not.
 
     Raises: TargetError: the target exists and `force` is off, or cannot be written.
     """
@@ -143,25 +145,41 @@ def export(settings: ExportSettings) -> Result:
     from mlxstacks.files.outputs import staged_directory
 
     target = settings.save_path
+    bits = ADAPTER_BITS if settings.samples else settings.bits
     with staged_directory(target, force=settings.force) as directory, mlx_write_errors(target):
-        write_export(ASSETS / "model", directory, settings.bits)
-    written = (target / "model.safetensors").stat().st_size
-    command = command_line("mlx_lm.generate", model=target, prompt="Who are you?")
-    width = "float32" if settings.bits is None else f"{settings.bits} bits"
+        if settings.samples:
+            for name, source in beside_each_other(nano_paths()).items():
+                shutil.copytree(source, directory / name)
+        else:
+            write_export(ASSETS / "model", directory, bits)
+    model = target / "model" if settings.samples else target
+    written = (model / "model.safetensors").stat().st_size
+    width = "float32" if bits is None else f"{bits} bits"
+    command = command_line("mlx_lm.generate", model=model, prompt="Who are you?")
+    facts = {"numbers": width, "weights": bytes_in_words(written)}
+    note = f"Try it: {command}"
+    if settings.samples:
+        facts["directories"] = ", ".join(beside_each_other(nano_paths()))
+        note = f"The how-to pages run as they stand after `cd {shlex.quote(str(target))}`."
     return Result(
         kind="nano export",
         title="The built-in model as a checkpoint",
         status="done",
         settings=settings.model_dump(mode="json"),
-        data={"model_path": str(target), "bits": settings.bits, "model_bytes": written},
-        blocks=(
-            Table.of_facts(
-                "model", "Model", {"numbers": width, "weights": bytes_in_words(written)}
-            ),
-        ),
-        notes=(f"Try it: {command}",),
+        data={"model_path": str(model), "bits": bits, "model_bytes": written},
+        blocks=(Table.of_facts("model", "Model", facts),),
+        notes=(note,),
         directory=str(target),
     )
+
+
+def beside_each_other(paths: NanoPaths) -> dict[str, Path]:
+    """Names that the how-to pages use -> directories of nano."""
+    return {
+        "model": paths.model_path, "adapters": paths.adapter_path, "store": paths.store_path,
+        "data": paths.data_path, "preferences": paths.preferences_path,
+        "domains": paths.curriculum_path,
+    }  # fmt: skip
 
 
 def read_manifest() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Settings of the built-in model. Imports neither mlx nor numpy."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mlxstacks.settings import Settings
 
@@ -29,7 +29,18 @@ class ExportSettings(Settings):
 
     save_path: Path = Field(description="Output directory.")
     bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(4, description="Bits per weight; none: float32.")
+    samples: bool = Field(
+        False,
+        description="All that the how-to pages begin with, side by side: model (at 3 bits), "
+        "adapters, store, data, preferences and domains.",
+    )
     force: bool = Field(False, description="Replace an existing save path.")
+
+    @model_validator(mode="after")
+    def _one_width(self) -> Self:
+        if self.samples and self.bits != ADAPTER_BITS and "bits" in self.model_fields_set:
+            raise ValueError(f"samples belong to the model at {ADAPTER_BITS} bits; leave out bits")
+        return self
 
 
 class ShowSettings(Settings):

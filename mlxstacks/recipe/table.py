@@ -391,7 +391,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.nano.exports:show",
     ),
     "nano export": Command(
-        help="Write the built-in model as a checkpoint that mlx-lm loads.",
+        help="Write the built-in model as a checkpoint that mlx-lm loads, or with all its samples.",
         settings="mlxstacks.nano.settings:ExportSettings",
         function="mlxstacks.nano.exports:export",
         arguments={"save_path": "DIR"},
