@@ -12,6 +12,7 @@ from mlxstacks.cli.chat_input import Lines, open_lines
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.recipe.table import nearest
 from mlxstacks.routing.settings import MOST_TEMP
+from mlxstacks.study.document import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -164,6 +165,14 @@ class Chat:
         self._earlier += self.conversation.turns
         self.conversation.restart()
 
+    def load(self, name: str) -> None:
+        """Go on from a saved conversation."""
+        turns = self.conversation.turns
+        source = self.conversation.load(name)
+        self._earlier += turns
+        messages = counted(len(self.conversation.messages), "message")
+        self.say(f"Read {messages} from {source}; go on.")
+
     def report(self) -> ChatReport:
         return ChatReport(
             self.settings.model_dump(mode="json"),
@@ -246,7 +255,7 @@ def complete(chat: Chat, before: str) -> list[str]:
 
 
 def _route(chat: Chat, rest: str) -> None:
-    if chat.conversation.messages:
+    if chat.conversation.turns:
         chat.show(chat_view.route_table(chat.engine, chat.conversation.turns[-1]))
     else:
         chat.say("Nothing was asked yet.")
@@ -324,6 +333,12 @@ def _save(chat: Chat, rest: str) -> None:
     chat.say(f"Wrote {chat.conversation.save(rest)}.")
 
 
+def _load(chat: Chat, rest: str) -> None:
+    if not rest:
+        raise InputError("/load takes the name of a file that /save wrote")
+    chat.load(rest)
+
+
 def _help(chat: Chat, rest: str) -> None:
     chat.show(output.details({f"{name} {c.takes}": c.help for name, c in offered(chat).items()}))
     chat.say("Esc Enter or a backslash at the end begins a new line. Ctrl-C stops an answer.")
@@ -345,7 +360,8 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/new": SlashCommand("", "a new conversation, mode and pins as they are; or /clear, r", _new),
     "/temp": SlashCommand("[NUMBER]", "temperature of what is drawn; 0: the likeliest", _temp),
     "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),
-    "/save": SlashCommand("FILE", "write the conversation as JSONL", _save),
+    "/save": SlashCommand("FILE", "write the conversation as a row of training data", _save),
+    "/load": SlashCommand("FILE", "go on from a conversation that was saved", _load),
     "/help": SlashCommand("", "this list; or h", _help),
     "/quit": SlashCommand("", "leave; or /exit, exit, quit, q, the end of input", _quit),
 }

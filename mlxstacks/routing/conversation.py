@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mlxstacks.data.examples import as_messages
+from mlxstacks.data.json_rows import read_records
 from mlxstacks.data.text_settings import ThinkingMode
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import sync_directory, target_errors, user_path
@@ -161,19 +163,35 @@ class Conversation:
         self._held = answer.route
 
     def save(self, path: str | Path) -> Path:
-        """Write the messages as JSONL, each answer with its route; whole or not at all.
+        """Write a JSONL file of one row: `messages`, as training data have them, and `turns`, each
+        answer with its route; whole or not at all.
 
         Raises: TargetError: the file is there already, or cannot be written.
         """
         target = user_path(path)
-        first = len(self._opening)
-        lines = []
-        for place, message in enumerate(self.messages):
-            index, is_answer = divmod(place - first, 2)
-            about = {"answer": self.turns[index].as_json()} if index >= 0 and is_answer else {}
-            lines.append(json.dumps({**message, **about}) + "\n")
-        _write_once(target, "".join(lines).encode())
+        row = {"messages": self.messages, "turns": [turn.as_json() for turn in self.turns]}
+        _write_once(target, f"{json.dumps(row)}\n".encode())
         return target
+
+    def load(self, path: str | Path) -> Path:
+        """Go on from what `save` wrote, or any file of one row with messages; mode and pins stay.
+
+        Raises: InputError: no such row, or one that no question can follow; nothing changes then.
+        """
+        source = user_path(path)
+        rows = read_records(source)
+        try:
+            messages = as_messages(rows[0]) or []
+            if len(rows) > 1:
+                raise InputError(f"{len(rows):,} rows; must be one conversation")
+            if not messages or messages[-1]["role"] != "assistant":
+                raise InputError("must end with an answer")
+            self.engine.prompt([*messages, {"role": "user", "content": "."}], self.thinking)
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from None
+        self.restart()
+        self.messages = messages
+        return source
 
 
 @dataclass(eq=False, repr=False)

@@ -270,15 +270,16 @@ def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
     chat, out = talk(
         "/help", "/route", "/stacks", "/mode", "/mode routed", "seven apples", "/route", "/stacks",
         "/pin islands,tolu", "river", "/route", "/unpin", "/stats", f"/save {target}",
-        f"/save {target}", "/quit", "not read",
+        f"/save {target}", f"/load {target}", "/route", "/quit", "not read",
     )  # fmt: skip
-    assert len(chat.conversation.turns) == 2
+    assert (len(chat.conversation.messages), len(chat.report().turns)) == (4, 2)
+    assert f"Read 4 messages from {target}" in out
     assert all(name in out for name in COMMANDS)
     assert "Nothing was asked yet." in out
     assert "Mode base." in out
     assert "These answer from now on: islands, tolu." in out
     assert "exists; choose another name" in out
-    assert len(target.read_text().splitlines()) == 4
+    assert len(json.loads(target.read_text())["messages"]) == 4
     for word in ("score", "weight", "why", "resident", "domains asked for", "pinned"):
         assert word in out
 
@@ -291,6 +292,8 @@ def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
         ("/mode rooted", "did you mean 'routed'?"),
         ("/save", "takes the name"),
         ("/save talk.jsonl", "nothing has been said yet"),
+        ("/load", "takes the name"),
+        ("/load talk.jsonl", "No such file"),
         ("/compare", "nothing was asked yet"),
         ("/", "/help lists them"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.data.examples import as_messages
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.routing.conversation import Conversation
 from mlxstacks.routing.engine import RoutedModel
@@ -136,7 +137,7 @@ def test_conversation_begun_anew_is_a_new_one(engine: RoutedModel, tmp_path: Pat
     assert (conversation.turns, conversation.cache.tokens) == ([], [])
     assert [say(conversation, "seven"), say(conversation, "river")] == first
     assert conversation.turns[0].answer.cached_tokens == 0
-    assert len(conversation.save(tmp_path / "talk.jsonl").read_text().splitlines()) == 5
+    assert len(json.loads(conversation.save(tmp_path / "talk.jsonl").read_text())["messages"]) == 5
 
 
 def test_question_that_cannot_be_answered_is_not_routed(
@@ -183,6 +184,40 @@ def test_stopped_answer_stays_as_far_as_it_went(engine: RoutedModel) -> None:
     assert say(conversation, "two") == expected
 
 
+def test_loaded_conversation_goes_on_as_it_would_have(engine: RoutedModel, tmp_path: Path) -> None:
+    first = Conversation(engine, SHORT, system_prompt="be brief", pins=["tolu"])
+    say(first, "seven apples")
+    path = first.save(tmp_path / "talk.jsonl")
+    second = Conversation(engine, SHORT, pins=["tolu"])
+    say(second, "another matter")
+    second.load(path)
+    assert (second.turns, second.messages) == ([], first.messages)
+    assert say(second, "river") == say(first, "river")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"messages": [{"role": "user", "content": "a"}]}', "must end with an answer"),
+        ('{"text": "a"}', "must end with an answer"),
+        ('{"prompt": "a", "completion": "b"}\n' * 2, "2 rows; must be one"),
+        ('{"role": "user", "content": "a"}', "allowed: text"),
+        ('{"prompt": "a", "completion": "' + "x" * 2000 + '"}', "context is 1,024"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_changes_nothing(
+    engine: RoutedModel, tmp_path: Path, rows: str, message: str
+) -> None:
+    conversation = Conversation(engine, SHORT, pins=["tolu"])
+    say(conversation, "seven apples")
+    before = list(conversation.messages)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(rows)
+    with pytest.raises(InputError, match=f"rows.jsonl: .*{message}"):
+        conversation.load(path)
+    assert (conversation.messages, len(conversation.turns)) == (before, 1)
+
+
 def test_saved_messages_have_their_routes(
     engine: RoutedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,10 +225,10 @@ def test_saved_messages_have_their_routes(
     conversation = Conversation(engine, SHORT, pins=["tolu"], messages=before)
     say(conversation, "zwölf \x1b[31m")
     path = conversation.save(tmp_path / "talk.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [{k: m[k] for k in ("role", "content")} for m in lines] == conversation.messages
-    assert ["answer" in line for line in lines] == [False, False, False, True]
-    assert lines[3]["answer"]["route"]["weights"] == {"tolu": 1.0}
+    row = json.loads(path.read_text())
+    assert row["messages"] == conversation.messages
+    assert [turn["route"]["weights"] for turn in row["turns"]] == [{"tolu": 1.0}]
+    assert as_messages(row) == conversation.messages, "a row of training data"
     written = path.read_bytes()
     with pytest.raises(TargetError, match="exists"):
         conversation.save(path)
