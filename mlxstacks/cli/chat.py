@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from mlxstacks.routing.settings import ChatSettings
 
 HISTORY = "chat-history"
+# What a stranger to nano may ask: its stacks, trained alone on single questions, fail at two.
+FOR_NANO = (
+    'Ask nano one thing at a time: "Ella likes nuts. What does Ella like?", and with --routed '
+    '"Which wind has Lurba?".'
+)
 # What an answer may fail of without an end to the chat; RuntimeError is what MLX raises.
 _SURVIVED = (InputError, StoreError, RuntimeError)
 MODES: tuple["Mode", ...] = ("base", "ungated", "routed")
@@ -57,6 +62,8 @@ def run(settings: "ChatSettings") -> ChatReport:
     assert isinstance(ready, ChatSettings)
     with answers.loading():
         chat = Chat(ready, open_routed(ready))
+    if settings.model is None and settings.store_path is None:
+        output.note(FOR_NANO)
     lines = open_lines(lambda before: complete(chat, before), cache_directory() / HISTORY)
     with answers.ended_by_signals():
         chat.talk(lines)
