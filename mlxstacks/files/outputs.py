@@ -19,6 +19,7 @@ What is not in `files` is somebody else's, and stays.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -214,8 +215,11 @@ def check_target(
             if any(resolved.iterdir()):  # an empty directory holds nothing to lose
                 check_replaceable(resolved, owned)  # first: to some --force would be no advice
                 if not force:
+                    names = (f"{resolved.name}-{number}" for number in itertools.count(2))
+                    free = next(n for n in names if not os.path.lexists(resolved.parent / n))
                     raise TargetError(
-                        f"{resolved}: exists; choose another target, or --force to replace it"
+                        f"{resolved}: exists; choose another target with --save-path ({free} is "
+                        "free), or --force to replace it"
                     )
         require_space(resolved, needed_bytes)
     return resolved

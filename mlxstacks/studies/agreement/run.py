@@ -66,11 +66,6 @@ def run(
     """
     if settings.model is None or settings.save_path is None:
         raise InputError("compare needs model, other and save_path")
-    if not (settings.other or settings.adapter_path):
-        raise InputError(
-            "compare needs a second model: `mlxstacks compare MODEL OTHER`, or --adapter-path for "
-            "a model with its adapter against without"
-        )
     return run_study(_Agreement(settings, progress), dry_run=dry_run)
 
 

@@ -1,8 +1,8 @@
 """Settings of `mlxstacks compare`. Imports neither mlx nor numpy."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
@@ -58,3 +58,12 @@ class AgreementSettings(Settings):
     )
     resume: Resume = True
     force: Force = False
+
+    @model_validator(mode="after")
+    def _has_a_second_model(self) -> Self:
+        if self.model and not (self.other or self.adapter_path):
+            raise ValueError(
+                "compare needs a second model: `mlxstacks compare MODEL OTHER`, or --adapter-path "
+                "for a model with its adapter against without"
+            )
+        return self

@@ -95,6 +95,13 @@ def test_what_cannot_be_compared_is_refused(rows: Path, command: Run) -> None:
     assert not Path("a").exists()
 
 
+def test_a_missing_model_is_named_before_a_target_that_exists(command: Run, work_dir: Path) -> None:
+    (work_dir / "mlxstacks-out" / "compare").mkdir(parents=True)
+    (work_dir / "mlxstacks-out" / "compare" / "mine").touch()
+    code, _, err = command("compare", str(nano_paths().model_path))
+    assert (code, "needs a second model" in err) == (2, True)
+
+
 def test_models_of_two_tokenizers_are_refused_before_anything_runs(
     rows: Path, command: Run, tmp_path: Path
 ) -> None:
