@@ -15,7 +15,7 @@ from mlxstacks.recipe.resolve import OUT
 from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.report.find import Source, find_sources
 from mlxstacks.report.settings import ReportSettings
-from mlxstacks.study.document import Columns, Plot, Table, Text
+from mlxstacks.study.document import Columns, Plot, Table, Text, counted
 from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.html import (
     Page,
@@ -117,7 +117,8 @@ def write_report(
         )
         data = page_html(page).encode("utf-8")
         (directory / INDEX).write_bytes(data)
-        wrote = f"{INDEX} has {bytes_in_words(len(data))}; {len(figures)} files of plots."
+        plots = counted(len(figures), "file")
+        wrote = f"{INDEX} has {bytes_in_words(len(data))}; {plots} of plots."
         result = planned.model_copy(
             update={
                 "status": "done", "notes": (*notes, wrote),
@@ -228,7 +229,7 @@ def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Pict
 
 
 def _repeat(recipe: Recipe, file: str) -> dict[str, str]:
-    where = "In the directory of this page; from elsewhere with the recipe's whole path:"
+    where = "From anywhere; for PAGE, type where the directory of this page is:"
     notes = [f"It writes mlxstacks-out/{Path(file).stem} in the directory where it is run."]
     if recipe.of_nano:
         names = listed(recipe.of_nano)
@@ -237,10 +238,12 @@ def _repeat(recipe: Recipe, file: str) -> dict[str, str]:
         names = listed(recipe.paths)
         notes.append(f"Paths of the machine of this result, to be set on another: {names}.")
     if recipe.relative:
-        where = "In the directory where this result was made, with the recipe's whole path:"
+        where = (
+            "From the directory where this result was made; for PAGE, type where the directory of "
+            "this page is:"
+        )
         notes.append(
-            "Other paths in it are relative to the directory where it is run: give the recipe's "
-            "whole path and run it where this result was made. They are: "
+            "Other paths in it are relative to the directory where it is run: "
             f"{listed(recipe.relative)}."
         )
     return {"file": file, "text": recipe.text, "where": where, "note": " ".join(notes)}

@@ -21,9 +21,9 @@ from mlxstacks.recipe.resolve import resolve
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.answer_log import AnswerLog
-from mlxstacks.study.document import RESULT
+from mlxstacks.study.document import RESULT, Columns, Standing, Table
 from mlxstacks.study.render.figures import INK, PAPER, RULE
-from mlxstacks.study.render.html import POLICY, result_html
+from mlxstacks.study.render.html import POLICY, Page, Section, page_html, result_html
 from mlxstacks.study.result import Result
 from tests.report.cases import (
     compare_result,
@@ -139,6 +139,30 @@ def test_equal_results_give_equal_bytes(made: tuple[Path, Result, str], tmp_path
         if name not in (RESULT, "result.md"):  # of the report itself: seconds, save path
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert not re.search(r"20\d\d-\d\d-\d\d", page)
+
+
+def test_rows_that_results_share_stand_side_by_side() -> None:
+    """By the row's name, in the first result's order; tables with other columns stay apart."""
+
+    def section(name: str, columns: Columns, rows: Any, status: Any = "no plan") -> Section:
+        standing = Standing(status=status, reasons=("why",) * (status == "exploratory"))
+        document = Result(kind="fuse", title="Fuse", status="done", standing=standing,
+                          blocks=(Table.of("t", "T", columns, rows),))  # fmt: skip
+        return Section(name, name, document)
+
+    columns: Columns = {"row": "text", "n": "count"}
+    page = Page("T", [
+        section("one", columns, [("b", 1), ("a", 2)]),
+        section("other", {"row": "text", "m": "count"}, [("a", 9)]),
+        section("two", columns, [("a", 3), ("c", 4)], "exploratory"),
+    ])  # fmt: skip
+    (view,) = page.beside
+    assert view["rows"] == [
+        ["b", "one", "1"], ["a", "one", "2"], ["a", "two (EXPLORATORY)", "3"],
+        ["c", "two (EXPLORATORY)", "4"],
+    ]  # fmt: skip
+    assert page_html(page).count('id="beside"') == 1
+    assert 'id="beside"' not in page_html(Page("T", page.runs[:2]))
 
 
 def test_what_is_exploratory_is_marked_everywhere(tmp_path: Path) -> None:

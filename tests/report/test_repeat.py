@@ -95,8 +95,8 @@ def test_the_recipe_of_a_report_is_planned_elsewhere(
     target = tmp_path / "page"
     write_report(ReportSettings(runs=(str(run),), save_path=str(target), formats=("svg",)))
     page = (target / "index.html").read_text("utf-8")
-    assert "mlxstacks run recipes/profile.yaml" in page
-    assert "In the directory of this page" in page
+    assert "mlxstacks run PAGE/recipes/profile.yaml" in page
+    assert "From anywhere; for PAGE, type" in page
     assert "Other paths in it" not in page
     assert "found again on each machine: model, data." in page
     monkeypatch.setenv("MLXSTACKS_CACHE", cache)
@@ -199,10 +199,9 @@ def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
     run = write_run(tmp_path / "profile", file, document)
     write_report(ReportSettings(runs=(str(run),), save_path=str(target), formats=("svg",)))
     page = " ".join((target / "index.html").read_text("utf-8").split())
-    assert "In the directory of this page" not in page
-    assert "In the directory where this result was made, with the recipe" in page
-    assert "Other paths in it are relative to the directory where it is run: give the" in page
-    assert "run it where this result was made. They are: model, data." in page
+    assert "From anywhere" not in page
+    assert "From the directory where this result was made; for PAGE, type" in page
+    assert "relative to the directory where it is run: model, data." in page
     again = ["run", str(target / "recipes" / "profile.yaml"), "--dry-run", "--json"]
     monkeypatch.chdir(made)
     assert command(again) == 0

@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from mlxstacks.errors import InputError
-from mlxstacks.study.document import Document, Plot, Table, Text
+from mlxstacks.study.document import Cell, Column, Document, Plot, Table, Text
 from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, png_of, svg_of
 from mlxstacks.study.render.words import (
     LONGEST,
@@ -36,6 +37,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 EXPLORATORY = "EXPLORATORY"
 # A longer table is cut, and says so; all of it is in the result file.
 MOST_ROWS = 150
+_LONG_BESIDE = 24  # rows of several results; more are folded
 # Of a verdict in a row of the summary, in characters.
 _LONGEST_BEGINNING = 360
 _LONGEST_VERDICT = 20_000
@@ -165,6 +167,36 @@ class Page:
         marks = sum(run.exploratory for run in self.runs)
         plural = "" if len(self.runs) == 1 else "s"
         return f"{len(self.runs)} result{plural}, {marks or 'none'} exploratory."
+
+    @property
+    def beside(self) -> list[dict[str, Any]]:
+        """Tables that several results of a kind have, as one each: a row's runs below each other.
+        What a result folds is left out, and what is long is folded.
+        """
+        shared: dict[tuple[str, ...], list[tuple[str, Table]]] = {}
+        for run in self.runs:
+            for block in run.result.blocks:
+                if isinstance(block, Table) and not block.folded:
+                    names = (run.result.kind, block.id, *(column.name for column in block.columns))
+                    name = run.result.standing.mark(run.name)
+                    shared.setdefault(names, []).append((name, block))
+        views = []
+        for tables in shared.values():
+            first = tables[0][1]
+            if len(tables) == 1 or any(column.name == "run" for column in first.columns):
+                continue
+            rows: dict[Cell, list[tuple[Cell, ...]]] = {}
+            for name, block in tables:
+                for row in block.rows:
+                    rows.setdefault(row[0], []).append((row[0], name, *row[1:]))
+            whole = first.model_copy(update={
+                "columns": (first.columns[0], Column(name="run"), *first.columns[1:]),
+                "rows": tuple(chain.from_iterable(rows.values())),
+                "folded": sum(map(len, rows.values())) > _LONG_BESIDE,
+                "caption": first.caption if len({t.caption for _, t in tables}) == 1 else "",
+            })  # fmt: skip
+            views.append(_table(whole, whole.title))
+        return views
 
 
 def page_html(page: Page) -> str:
