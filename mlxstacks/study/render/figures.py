@@ -50,6 +50,7 @@ LONGEST_TICK = 34
 MOST_ROWS, MOST_DENSE_ROWS, MOST_LINES, MOST_COLUMNS = 40, 400, 12, 512
 _MOST_CELLS = 10_240  # 40 layers of 256 experts
 _ROW_INCHES, _LEAST_TICK_INCHES = 0.2, 0.17
+_MOST_INCHES = 10.5  # of rows, of which 61 are named then
 # A plot of more rows is higher than a screen: its legend and its axis stand on top too.
 _TALL_ROWS = 24
 # A heat map is at most as wide as a page.
@@ -225,7 +226,7 @@ def _rows(
 
     each, step = max(_ROW_INCHES, thick), 1
     if len(labels) > MOST_ROWS:
-        each = max(0.02, MOST_ROWS * _ROW_INCHES / len(labels))
+        each = max(0.02, min(_ROW_INCHES, _MOST_INCHES / len(labels)))
         step = math.ceil(_LEAST_TICK_INCHES / each)
     longest = max(map(len, labels), default=0)
     # long labels must not take the room of what they name
