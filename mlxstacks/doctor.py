@@ -93,6 +93,9 @@ def doctor(settings: DoctorSettings) -> "Result":
         data=asdict(health),
         blocks=(
             Table.of_facts("machine", "Machine", _facts(health)),
+            Table.of_facts("versions", "Versions", {
+                name: version or "not installed" for name, version in health.versions.items()
+            }),
             Table.of("disks", "Disks",
                      {"disk": "text", "free": "bytes", "unchanged shards": "text"}, disks),
             *(
@@ -121,7 +124,6 @@ def _facts(health: Health) -> dict[str, "Cell"]:
         "BLAS": health.blas + ("" if speed is None else f", float32 matmul at {speed:.1f} GFLOP/s"),
         "C++ compiler": health.compiler or "none",
         "python": system["python"],
-        **{name: version or "not installed" for name, version in health.versions.items()},
     }
 
 

@@ -185,7 +185,7 @@ class TableCommand(_Translating):
 # How `mlxstacks --help` lists the commands.
 SECTIONS = {
     "Models and adapters": ("fuse", "compare", "convert", "adapter", "train", "align", "guard"),
-    "Stacks and routes": ("stack", "stacks", "route"),
+    "Stacks and routes": ("stack", "stacks", "route", "distill"),
     "Answers": ("chat", "generate"),
     "Experiments": ("eval", "confound", "identity", "profile", "sweep", "report"),
     "Recipes": ("init", "recipes", "run"),
