@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.cli import output
 from mlxstacks.errors import InputError
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import counted
 from mlxstacks.study.render.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def status_line(turn: "Turn", alone: bool = False) -> str:
     """
     answer = turn.answer
     speed = answer.tokens_per_second
-    said = f"{answer.tokens} tokens" + ("" if speed is None else f", {speed:.3g}/s")
+    said = counted(answer.tokens, "token") + ("" if speed is None else f", {speed:.3g}/s")
     kept = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens cached"
     who = "" if alone else weights_in_words(answer)
     return " | ".join(filter(None, [who, _loads(answer), said, kept, *answer.marks]))

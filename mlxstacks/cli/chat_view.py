@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, output
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,7 +105,7 @@ def stats_table(conversation: "Conversation") -> output.Details:
     speed = stats["tokens_per_second"]
     cache = bytes_in_words(stats["cache_bytes"])
     pairs = {
-        "answers": f"{stats['answers']:,}; {stats['tokens']:,} tokens"
+        "answers": f"{stats['answers']:,}; {counted(stats['tokens'], 'token')}"
         + (f", {speed:.3g} a second" if speed else ""),
         "prompts": f"{stats['prompt_tokens']:,} tokens, {stats['cached_prompt_tokens']:,} of them "
         "from the cache",

@@ -237,24 +237,28 @@ class RowNotes:
         if self._special and not self._rendering.allow_special:
             shown = ", ".join(list(self._literals)[:3])
             lines.append(
-                f"{self._special:,} rows hold text of special tokens ({shown}), which was read as "
+                f"{_rows(self._special)} with text of special tokens ({shown}), which was read as "
                 "plain text; with --allow-special they are tokens."
             )
         if self._with_reasoning and mode == "off":
             lines.append(
-                f"{self._with_reasoning:,} rows have reasoning, which is left out: thinking is off."
+                f"{_rows(self._with_reasoning)} with reasoning, which is left out: thinking is off."
             )
         elif self._by_key and not writes_reasoning(self._tokenizer):
             lines.append(
-                f"{self._by_key:,} rows have {' or '.join(REASONING_KEYS)}, for which the chat "
-                "template has no place: their reasoning is not trained."
+                f"{_rows(self._by_key)} with {' or '.join(REASONING_KEYS)}, for which the chat "
+                "template has no place: the reasoning is not trained."
             )
         if self._without and mode == "on" and "think" in source:
             lines.append(
-                f"{self._without:,} rows have no reasoning, and thinking is on: they teach the "
-                "model to end its thoughts at once; --thinking auto or off."
+                f"{_rows(self._without)} without reasoning, while thinking is on, which teaches "
+                "the model to end its thoughts at once; --thinking auto or off."
             )
         return lines
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mlxstacks.files.hub import in_hub_cache, shipped_config
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.resolve import call, naming_nano, plans_itself
 from mlxstacks.routing.settings import NO_GAP_LOG
-from mlxstacks.study.document import Block, Table, Text
+from mlxstacks.study.document import Block, Table, Text, counted
 from mlxstacks.study.render.console import byte_parts, cell_text, setting
 from mlxstacks.study.result import Result
 
@@ -64,10 +64,10 @@ class Input:
     def words(self) -> str:
         """What a plan says of it."""
         if self.download:
-            rows = "rows unknown" if self.rows is None else f"{self.rows:,} rows"
+            rows = "rows unknown" if self.rows is None else counted(self.rows, "row")
             return f"{self.path}: {rows}; {self.download}"
         if self.rows is not None:
-            return f"{self.path}: {self.rows:,} rows"
+            return f"{self.path}: {counted(self.rows, 'row')}"
         if self.here:
             return f"{self.path}: here"
         of_rows = "rows unknown: " if self.path.endswith((".jsonl", ".json", ".parquet")) else ""

@@ -283,7 +283,8 @@ class RoutedModel:
         if threading.current_thread() is not self._thread:
             raise RuntimeError(
                 f"thread {threading.current_thread().name}: this model answers in thread "
-                f"{self._thread.name}, which loaded it; send questions there, or load it here too"
+                f"{self._thread.name}, which loaded it. Ask there (a ThreadPoolExecutor(1) that "
+                "loads and asks is one way), or load a model of its own in this thread"
             )
 
     def _need_stacks(self) -> None:

@@ -15,7 +15,7 @@ from mlxstacks.files.settings import (
     AdapterShowSettings,
     AdapterZeroSettings,
 )
-from mlxstacks.study.document import Columns, Table
+from mlxstacks.study.document import Columns, Table, counted
 from mlxstacks.study.result import Result
 
 FORMATS = {"mlx": "mlx-lm", "peft": "PEFT", "gguf": "GGUF"}
@@ -76,8 +76,8 @@ def merge(settings: AdapterMergeSettings) -> Result:
     rank = max(module.rank for module in modules)
     names = ", ".join(settings.adapter_path)
     count = len(settings.adapter_path)
-    many = f"{count} adapters" if count > 1 else "1 adapter"
-    words = f"{many} as one of rank {rank} in {len(modules)} modules"
+    many, where = counted(count, "adapter"), counted(len(modules), "module")
+    words = f"{many} as one of rank {rank} in {where}"
     aim = {"concat": "sum", "svd": "sum"}.get(settings.method, f"merge by {settings.method}")
     verdict = f"{words}: exact, the sum of the weighted deltas."
     exact = settings.method == "concat"

@@ -23,8 +23,8 @@ Id = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}$")]
 
 
 def counted(count: int, what: str) -> str:
-    """1 row, 2 rows."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    """1 row, 2 rows, 1,000 rows."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 class _Part(BaseModel):

@@ -91,7 +91,7 @@ def test_rows_of_train(tmp_path: Path) -> None:
         return read_data(about, tokenizer, notes)[0].rows[0].tokens
 
     assert markers(tokens()) == 6
-    assert any(note.startswith("train: 1 rows hold text of special") for note in notes)
+    assert any(note.startswith("train: 1 row with text of special") for note in notes)
     assert markers(tokens(thinking="off")) == 6
     assert any("reasoning, which is left out" in note for note in notes)
     assert markers(tokens(allow_special=True)) == 12

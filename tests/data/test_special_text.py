@@ -401,7 +401,7 @@ def test_templated_text_is_text_unless_it_is_allowed_and_a_note_says_so(tmp_path
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     plain = read_rows(path, tokenizer)
     (note,) = plain.notes
-    assert note.startswith("2 rows hold text of special tokens (<|im_start|>, <|im_end|>)")
+    assert note.startswith("2 rows with text of special tokens (<|im_start|>, <|im_end|>)")
     assert "--allow-special" in note
     assert specials("chatml", plain.rows[0].tokens) == [tokenizer.eos_token_id]
     allowed = read_rows(path, tokenizer, allow_special=True)

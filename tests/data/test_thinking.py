@@ -140,10 +140,10 @@ def test_candidates_stand_behind_the_prompt_of_training(name: str, mode: Thinkin
 @pytest.mark.parametrize(
     ("name", "mode", "turn", "note"),
     [
-        ("opened", "off", REASONED["inline"], "1 rows have reasoning, which is left out"),
-        ("opened", "on", answer(), "1 rows have no reasoning, and thinking is on"),
-        ("forgetful", "auto", REASONED["thinking"], "1 rows have reasoning_content or thinking"),
-        ("opened", "auto", answer("a</think>b"), "1 rows hold text of special tokens (</think>)"),
+        ("opened", "off", REASONED["inline"], "1 row with reasoning, which is left out"),
+        ("opened", "on", answer(), "1 row without reasoning, while thinking is on"),
+        ("forgetful", "auto", REASONED["thinking"], "1 row with reasoning_content or thinking"),
+        ("opened", "auto", answer("a</think>b"), "1 row with text of special tokens (</think>)"),
         ("opened", "auto", REASONED["inline"], None),
         ("opened", "auto", answer(), None),
         ("opened", "on", REASONED["thinking"], None),

@@ -34,7 +34,7 @@ from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.stats import bootstrap_ratio, wilson_interval
 from mlxstacks.studies.agreement.settings import AgreementSettings
-from mlxstacks.study.document import Block, Cell, Kind, Plot, Series, Standing, Table
+from mlxstacks.study.document import Block, Cell, Kind, Plot, Series, Standing, Table, counted
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.progress import WholeProgress
@@ -307,7 +307,7 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
     first = next(iter(figures.values()))
     prompts, texts = (first[kind]["passages"] if kind in first else 0 for kind in KINDS)
     what = {
-        "all": (f"{prompts} answers and {texts} texts", ""),
+        "all": (f"{counted(prompts, 'answer')} of its own and {counted(texts, 'text')}", ""),
         "answer": ("the reference's answers", "-answers"),
         "text": ("texts", "-texts"),
     }

@@ -40,6 +40,7 @@ from mlxstacks.routing.router import PromptRouter
 from mlxstacks.studies.benchmarks.settings import NEED_LABELS, ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 from mlxstacks.studies.route.served import random_name
+from mlxstacks.study.document import counted
 from mlxstacks.training.modes import evaluating
 
 
@@ -223,7 +224,7 @@ class Routes:
             domains = ", ".join(sorted(set(self._unserved.values())))
             counts[f"of domains without stacks ({domains})"] = len(self._unserved)
         return [
-            f"{self.mode}: {count} prompts {why} were answered by the base."
+            f"{self.mode}: answered by the base: {counted(count, 'prompt')} {why}."
             for why, count in counts.items()
         ]
 

@@ -29,6 +29,7 @@ from mlxstacks.studies.benchmarks.tasks import (
     bench_item,
     task_named,
 )
+from mlxstacks.study.document import counted
 from mlxstacks.study.items import Item, stratified_sample
 
 _MOST_SHOWN = 8
@@ -185,17 +186,21 @@ def _named(
         places[item_id] = where
         named.append((item_id, raw))
     repeated = len(rows) - len(contents)
-    notes = [f"{repeated:,} items repeat an earlier one word for word"] if repeated else []
+    notes = (
+        [f"{counted(repeated, 'item')} the same as an earlier one, word for word"]
+        if repeated
+        else []
+    )
     remarks = Counter(raw.remark for _, raw in named if raw.remark)
-    notes += [f"{count:,} items: {remark}" for remark, count in remarks.items()]
+    notes += [f"{counted(count, 'item')}: {remark}" for remark, count in remarks.items()]
     twins = [
         item_id for item_id, raw in named
         if isinstance(raw.gold, int) and raw.options.count(raw.options[raw.gold]) > 1
     ]  # fmt: skip
     if twins:
         notes.append(
-            f"{len(twins)} items whose right answer is there twice always tie by text, which "
-            f"counts as wrong: {', '.join(twins[:_MOST_SHOWN])}"
+            f"{counted(len(twins), 'item')} with the right answer twice: always a tie by text, "
+            f"which counts as wrong: {', '.join(twins[:_MOST_SHOWN])}"
         )
     return named, notes
 
@@ -312,7 +317,7 @@ def with_arms(
             notes += (note,)
         elif needing and without:
             note = (
-                f"{without} of {len(task.items)} items name no domain: in {them} the base answers"
+                f"{without} of {len(task.items)} items without a domain: in {them} the base answers"
             )
             notes += (note,)
         tasks.append(replace(task, arms=of_task, notes=notes))

@@ -28,7 +28,7 @@ from mlxstacks.studies.route.cells import RATE, interval_plot, rate_cells, rate_
 from mlxstacks.studies.route.data import routed_domains
 from mlxstacks.studies.route.served import Served, open_served, weighted
 from mlxstacks.studies.route.settings import CheckPrompt, RouteCheckSettings
-from mlxstacks.study.document import Block, Table
+from mlxstacks.study.document import Block, Table, counted
 from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
@@ -81,7 +81,7 @@ def run(
         settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
     )  # fmt: skip
     if dry_run:
-        note = f"{len(checks)} prompts would be asked of {store.path}."
+        note = f"To be asked of {store.path}: {counted(len(checks), 'prompt')}."
         return result.model_copy(update={"notes": (note,)})
     served = open_served(store, settings.model, settings.base)
     router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)

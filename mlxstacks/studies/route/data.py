@@ -29,6 +29,7 @@ from mlxstacks.files.store import Store
 from mlxstacks.routing.outcomes import Kind, RouterExample
 from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.stack.plan import data_settings_of, stored_data
+from mlxstacks.study.document import counted
 
 OTHERS = "others"
 Label = tuple[str, ...]
@@ -250,7 +251,7 @@ def _examples(
             prompt, usable, label, kind, row_id, row.source, was_trained
         )
     if short:
-        notes.append(f"{_spelled(label)}: {short} prompts are too short; left out.")
+        notes.append(f"{_spelled(label)}: left out as too short: {counted(short, 'prompt')}.")
     return list(examples.values())
 
 

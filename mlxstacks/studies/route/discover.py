@@ -54,7 +54,7 @@ from mlxstacks.studies.route.data import (
     template_of,
 )
 from mlxstacks.studies.route.served import RowLosses, Served, open_served, random_name
-from mlxstacks.study.document import Block, Columns, Table
+from mlxstacks.study.document import Block, Columns, Table, counted
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.result import Result
 
@@ -126,7 +126,9 @@ class _Discovery(Study):
             )
         self.expected = max(1, counts["passes_expected"])
         if dropped := self.samples.dropped:
-            notes.append(f"{dropped} pairs have no answer token within max_tokens; dropped.")
+            notes.append(
+                f"Left out: {counted(dropped, 'pair')} without an answer token in max_tokens."
+            )
         if self.dry_run:
             most = counts["passes_at_most"]
             notes.append(f"{self.expected:,} to {most:,} losses would be measured.")
@@ -169,7 +171,7 @@ class _Discovery(Study):
         )  # fmt: skip
         return Result(
             **ABOUT, status="done", data=data, blocks=tuple(blocks(data)),
-            outcome=f"{100 * data['counts']['discovered_share']:.0f}% of targets discovered",
+            outcome=f"{100 * data['counts']['discovered_share']:.0f}% of rows searched",
             verdict=" ".join(_sentences(data, outcomes)),
             notes=(*figures["notes"], *speed_note), next_steps={"Next": train},
         )  # fmt: skip
@@ -543,10 +545,11 @@ def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
 def _sentences(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
     """The verdict."""
     counts, gap, control = data["counts"], data["greedy_gap"], data["control"]
-    share = f"{100 * counts['discovered_share']:.0f}%"
-    yield f"{counts['samples']:,} of {counts['examples']:,} targets discovered ({share})."
+    searched = f"{counts['samples']:,} of {counts['examples']:,} rows"
+    yield f"Searched for the domains that help: {searched}."
+    if counts["samples"] < counts["examples"]:
+        yield "The target of the rest is their label."
     if not outcomes:
-        yield "The rest are plain labels."
         return
     if labelled := [o for o in outcomes if o.label]:
         own = _percent(_rate(sum(o.best == o.label for o in labelled), len(labelled)))

@@ -41,7 +41,7 @@ from mlxstacks.studies.route.teacher import (
 from mlxstacks.studies.train.report import TrainReport, loss_plot, plan_table, result_of
 from mlxstacks.studies.train.run import TrainRun, train_with
 from mlxstacks.studies.train.setup import most_validated
-from mlxstacks.study.document import Block, Columns, Table
+from mlxstacks.study.document import Block, Columns, Table, counted
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import run_id, work_path
 from mlxstacks.training.batches import choose_widths
@@ -132,7 +132,7 @@ def read_taught(
     notes += about_rows
     if empty:
         notes.append(
-            f"{empty} rows have no answer, or none within max_seq_length tokens; left out."
+            f"Left out: {counted(empty, 'row')} without an answer within max_seq_length tokens."
         )
     most = most_validated(settings)
     train: list[Taught] = []

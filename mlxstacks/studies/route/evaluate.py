@@ -71,6 +71,7 @@ from mlxstacks.studies.route.served import (
     weighted,
 )
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
+from mlxstacks.study.document import counted
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.result import Result
 
@@ -326,8 +327,8 @@ def _split_notes(name: str, split: RouterSplit | None, rows: list[EvaluatedRow])
         )
     if chose := sum(group_key(row.example.prompt) in split.validation for row in rows):
         yield (
-            f"{chose} of {len(rows)} rows are held out from the training of {name}, but chose its "
-            "best epoch: its figures may be a little too good."
+            f"{chose} of {counted(len(rows), 'row')} held out from the training of {name} chose "
+            "its best epoch: its figures may be a little too good."
         )
 
 

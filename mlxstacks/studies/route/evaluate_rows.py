@@ -31,7 +31,7 @@ from mlxstacks.routing.router_training import group_key, split_places
 from mlxstacks.routing.settings import LabelledSource, OutcomeSettings, RouterTrainSettings
 from mlxstacks.studies.route.data import encode_pair, read_examples
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
-from mlxstacks.study.document import RESULT
+from mlxstacks.study.document import RESULT, counted
 
 # No domain can be called so: names hold no blank.
 MIXED, OTHER, UNSEEN = "mixed prompts", "other prompts", "unseen "
@@ -96,7 +96,7 @@ def held_out_rows(
     ]
     if len(named) < len(every):
         notes.append(
-            f"{len(every) - len(named)} of {len(every)} rows are left out: a stack or the "
+            f"Left out: {len(every) - len(named)} of {counted(len(every), 'row')}; a stack or the "
             "router was trained on them."
         )
     if all(group.startswith(UNSEEN) for group, _ in named):
@@ -120,7 +120,9 @@ def held_out_rows(
                 )  # fmt: skip
             rows.append(EvaluatedRow(example, group, row))
     for group, count in Counter(row.group for row in rows if row.row is None).items():
-        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
+        notes.append(
+            f"{group}: routed only, without an answer to measure: {counted(count, 'row')}."
+        )
     return rows
 
 

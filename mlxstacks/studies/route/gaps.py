@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mlxstacks.routing.gaps import GapCluster, GapEvents, cluster_gaps, log_files, read_gaps
 from mlxstacks.routing.settings import RouteGapsSettings
-from mlxstacks.study.document import Table
+from mlxstacks.study.document import Table, counted
 from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
 
@@ -28,13 +28,14 @@ def run(settings: RouteGapsSettings) -> Result:
     without = sum(event.feature is None for event in log.events)
     too_old = len(log.events) - without - len(compared)
     notes = {
-        f"{log.damaged} damaged lines were left out.": log.damaged,
-        f"{without} events have no feature and are in no group.": without,
-        f"the {too_old} oldest events are in no group.": too_old,
+        f"left out: {counted(log.damaged, 'damaged line')}.": log.damaged,
+        f"in no group, without a feature: {counted(without, 'event')}.": without,
+        f"in no group, as the oldest: {counted(too_old, 'event')}.": too_old,
     }
+    found = f"{counted(len(log.events), 'event')} in {counted(len(clusters), 'group')}"
     return Result(
         kind="route gaps", title="Gaps", question="Which prompts has no domain fitted?",
-        status="done", outcome=f"{len(log.events)} events in {len(clusters)} groups",
+        status="done", outcome=found,
         settings=settings.model_dump(mode="json"),
         verdict=_verdict(settings, clusters, len(log.events)),
         data={
@@ -47,7 +48,7 @@ def run(settings: RouteGapsSettings) -> Result:
         },
         blocks=(_table(settings, clusters),) if clusters else (),
         notes=(*(f"Note: {note}" for note, count in notes.items() if count),
-               f"{len(log.events)} events in {len(clusters)} groups."),
+               f"{found}."),
     )  # fmt: skip
 
 
@@ -61,8 +62,8 @@ def _verdict(settings: RouteGapsSettings, clusters: Sequence[GapCluster], events
     proposed = sum(size >= least for size in sizes)
     if not proposed:
         return (
-            f"no domain is proposed: the largest group has {sizes[0] if sizes else 0} events, "
-            f"{least} are asked for."
+            "no domain is proposed: the largest group has "
+            f"{counted(sizes[0] if sizes else 0, 'event')}, {least} are asked for."
         )
     groups = "group has" if proposed == 1 else "groups have"
     return (

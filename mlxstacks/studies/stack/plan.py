@@ -29,6 +29,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord, stack_name
 from mlxstacks.files.store import Store, data_directories
 from mlxstacks.studies.train.setup import MOST_DEFAULT_ITERS, steps_of
+from mlxstacks.study.document import counted
 from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.settings import DomainSettings, OptimizerSettings, StackRunSettings
@@ -344,9 +345,9 @@ def _encoded(
     validation = held.rows[:VALIDATION_ROWS]
     cut, empty = held.cut + train.cut, held.empty + train.empty
     if cut:
-        notes.append(f"{data.name}: {cut} rows were cut to max_seq_length {longest}.")
+        notes.append(f"{data.name}: cut to max_seq_length {longest}: {counted(cut, 'row')}.")
     if empty:
-        notes.append(f"{data.name}: {empty} rows have nothing to learn from; left out.")
+        notes.append(f"{data.name}: left out, with nothing to learn from: {counted(empty, 'row')}.")
     notes.extend(f"{data.name}: {note}" for note in dict.fromkeys((*held.notes, *train.notes)))
     rows = train.rows
     if settings.packing:

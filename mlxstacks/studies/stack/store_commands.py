@@ -146,9 +146,11 @@ def undo_change(settings: StacksUndoSettings, dry_run: bool = False) -> Result:
     changed = store_commands.undo_change(settings, dry_run)
     if changed.status == "nothing to do":
         return _result("undo", "Change of a store", asdict(changed), "Nothing to undo.")
-    verb = "Would undo" if changed.status == "planned" else "Undid"
-    words = f"{verb} the last change (of {changed.domain or 'the router'}); served: "
-    words += f"{', '.join(changed.served) or 'nothing but the base'}."
+    verb = "Would restore" if changed.status == "planned" else "Restored"
+    words = f"{verb} what was before the last change (of {changed.domain or 'the router'}); "
+    words += (
+        f"served: {', '.join(changed.served) or 'nothing but the base'}. Done again, it goes back."
+    )
     return _result("undo", "Change of a store", asdict(changed), words, changed.notes)
 
 
@@ -158,12 +160,12 @@ def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Resul
     verb = "Would write" if dry_run else "Wrote"
     words = (
         f"{verb} {exported.stack} to {exported.save_path} in {_FORMATS[exported.format]} format: "
-        f"{exported.modules} modules, {exported.parameters:,} parameters."
+        f"{counted(exported.modules, 'module')}, {exported.parameters:,} parameters."
     )
     if exported.copies:
         words += (
-            f" {exported.copies} modules share one pair among all experts in the store; the "
-            "adapter holds a copy for each."
+            f" {counted(exported.copies, 'module')} with one pair for all experts in the store: "
+            "the adapter holds a copy for each."
         )
     return _result("export", "Export of a stack", asdict(exported), words, exported.notes)
 
@@ -175,9 +177,9 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Res
     where = f"{imported.store_path} (new)" if imported.created else imported.store_path
     words = (
         f"{verb} {imported.adapter_path} ({_FORMATS[imported.format]}) into {where} as "
-        f"{imported.stack}: {imported.modules} modules, {imported.parameters:,} parameters, "
-        f"{imported.storage}, {'bit for bit' if imported.exact else 'rounded'}; base "
-        f"{imported.base}."
+        f"{imported.stack}: {counted(imported.modules, 'module')}, "
+        f"{imported.parameters:,} parameters, {imported.storage}, "
+        f"{'bit for bit' if imported.exact else 'rounded'}; base {imported.base}."
     )
     return _result("import", "Import of an adapter", asdict(imported), words, imported.notes)
 
@@ -185,14 +187,7 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Res
 def diff_stores(settings: StacksDiffSettings) -> Result:
     """A row for each difference."""
     diff = store_commands.diff_stores(settings)
-    # As they are: rounded, two numbers that differ could look alike.
-    rows = [
-        (d.what, d.name, d.field, *(
-            value if value is None or isinstance(value, bool) else str(value)[:200]
-            for value in (d.first, d.second)
-        ))
-        for d in diff.differences
-    ]  # fmt: skip
+    rows = [(d.what, d.name, d.field, *_told_apart(d.first, d.second)) for d in diff.differences]
     columns = ("what", "name", "field", "first", "second")
     equal = "Equal" if diff.equal else counted(len(rows), "difference")
     alike = counted(len(diff.equal_stacks), "stack")
@@ -201,6 +196,18 @@ def diff_stores(settings: StacksDiffSettings) -> Result:
         "diff", "Two stores", {"equal": diff.equal, **asdict(diff)},
         f"{equal}; {alike} {have} the same bytes in both.",
         blocks=_table("differences", "Differences", columns, rows), outcome=equal.lower(),
+    )  # fmt: skip
+
+
+def _told_apart(*values: Any) -> tuple[Cell, ...]:
+    """As cells; numbers have four digits, or as many as show that they differ."""
+    if all(isinstance(value, float) for value in values):
+        rounded = ([f"{value:.{digits}g}" for value in values] for digits in range(4, 18))
+        return next((tuple(texts) for texts in rounded if len({*texts}) > 1), values)
+    return tuple(
+        value if value is None or isinstance(value, bool)
+        else f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
+        for value in values
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from mlxstacks.stats import mean_interval
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
 from mlxstacks.studies.train.rewards import open_rewards
 from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table
-from mlxstacks.study.document import Block, Columns, Plot, Series, Table
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, counted
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
@@ -51,7 +51,7 @@ def grpo_result(report: TrainReport) -> Result:
         best = record if record["step"] == report.best_step else best
     gained = best["step"] > 0
     n, each = report.plan["validation_rows"], report.settings["group_size"]
-    held = f"{n} held-out prompts, {each} answers each"
+    held = f"{counted(n, 'held-out prompt')}, {counted(each, 'answer')} each"
     if gained:
         verdict = f"Mean reward {best['reward']:.3f}, {first['reward']:.3f} before"
         if best["gain_low"] is not None:

@@ -12,7 +12,7 @@ from mlxstacks.command_line import command_line
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import GuardedRun, trained_parameters
-from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table
+from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table, counted
 from mlxstacks.study.render.words import listed, number
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
@@ -231,7 +231,7 @@ def plan_table(report: TrainReport) -> Table:
         "rows": f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate",
         "widths": f"{', '.join(map(str, plan['widths_tokens']))} tokens; "
         f"{plan['padding_percent']}% padding",
-        "batches": f"{plan['iters']:,} in {plan['steps']:,} optimizer steps",
+        "batches": f"{plan['iters']:,} in {counted(plan['steps'], 'optimizer step')}",
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
     if figures := report.figures:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from mlxstacks.studies.train.report import TrainReport
 from mlxstacks.studies.train.run import TrainRun
-from mlxstacks.study.document import Table
+from mlxstacks.study.document import Table, counted
 from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.safeguards import Safeguards
 from mlxstacks.training.settings import AlignSettings
@@ -15,8 +15,8 @@ def safeguards_table(report: TrainReport) -> Table:
     counts = report.figures["safeguards"]
     facts = {
         "skipped steps": f"{counts['skipped']:,}",
-        "best weights restored": f"{counts['restored']:,} times",
-        "deltas scaled down": f"{counts['capped']:,} times",
+        "best weights restored": counted(counts["restored"], "time"),
+        "deltas scaled down": counted(counts["capped"], "time"),
     }
     return Table.of_facts("safeguards", "Safeguards", facts)
 

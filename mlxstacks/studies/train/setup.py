@@ -309,9 +309,11 @@ def read_data(
         rows = encode_examples(getattr(data, part), tokenizer, about, longest)
         if rows.cut:
             total = len(rows.rows) + rows.empty
-            notes.append(f"{part}: {rows.cut} of {total} rows were cut to {longest} tokens.")
+            notes.append(f"{part}: cut to {longest} tokens: {rows.cut} of {counted(total, 'row')}.")
         if rows.empty:
-            notes.append(f"{part}: {rows.empty} rows have nothing to learn from; left out.")
+            notes.append(
+                f"{part}: left out, with nothing to learn from: {counted(rows.empty, 'row')}."
+            )
         notes.extend(f"{part}: {note}" for note in rows.notes)
         return rows
 
@@ -352,9 +354,11 @@ def read_pairs(
     for part in ("train", "validation"):
         pairs = encode_pairs(getattr(data, part), tokenizer, about, settings.max_seq_length)
         if pairs.cut:
-            notes.append(f"{part}: {pairs.cut} answers were cut: max_seq_length.")
+            notes.append(f"{part}: cut to max_seq_length: {counted(pairs.cut, 'answer')}.")
         if pairs.empty:
-            notes.append(f"{part}: {pairs.empty} pairs have nothing left to compare; left out.")
+            notes.append(
+                f"{part}: left out, with nothing to compare: {counted(pairs.empty, 'pair')}."
+            )
         notes.extend(f"{part}: {note}" for note in pairs.notes)
         parts.append(pairs)
     train, held = parts
@@ -381,8 +385,8 @@ def read_prompts(
         )
         if prompts.too_long:
             notes.append(
-                f"{part}: {prompts.too_long} prompts leave no room for {settings.max_tokens} "
-                "tokens of answer within max_seq_length; left out."
+                f"{part}: left out, without room for {settings.max_tokens} tokens of answer within "
+                f"max_seq_length: {counted(prompts.too_long, 'prompt')}."
             )
         parts.append(prompts)
     train, held = parts

@@ -147,8 +147,8 @@ def test_stacks_change_the_scores_of_the_items_they_answer(asked: dict[str, Any]
 
 def test_items_without_stacks_are_counted(asked: dict[str, Any]) -> None:
     notes = " ".join(asked["oracle"]["notes"])
-    assert "oracle: 1 prompts without a label were answered by the base" in notes
-    assert "oracle: 1 prompts of domains without stacks (gamma) were answered by" in notes
+    assert "oracle: answered by the base: 1 prompt without a label" in notes
+    assert "oracle: answered by the base: 1 prompt of domains without stacks (gamma)" in notes
     assert asked["routed"]["details"]["prompts_routed"] == 3
 
 
@@ -157,8 +157,8 @@ def test_domains_without_stacks_are_one_note() -> None:
     for number, domain in enumerate(("math", "chat", "math", None, "letters")):
         routes.of(f"prompt {number}", domain)
     assert routes.notes() == [
-        "oracle: 1 prompts without a label were answered by the base.",
-        "oracle: 3 prompts of domains without stacks (chat, math) were answered by the base.",
+        "oracle: answered by the base: 1 prompt without a label.",
+        "oracle: answered by the base: 3 prompts of domains without stacks (chat, math).",
     ]
 
 

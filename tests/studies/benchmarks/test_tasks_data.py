@@ -103,13 +103,13 @@ def test_repeats(tmp_path: Path) -> None:
     named = [{**ROWS["arc_easy"]["hub"], "id": str(place)} for place in range(3)]
     data = open_task(task_named("arc_easy"), str(write_rows(tmp_path / "named.jsonl", named)))
     assert len(data.items) == 3
-    assert "2 items repeat an earlier one word for word" in data.notes
+    assert "2 items the same as an earlier one, word for word" in data.notes
     mmlu = write_rows(tmp_path / "mmlu.jsonl", [MMLU, {**MMLU, "answer": 0}, MMLU, MMLU])
     data = open_task(task_named("mmlu"), str(mmlu))
     ids = [item.item_id for item in data.items]
     assert len({*ids}) == 4
     assert ids[2:] == [f"{ids[0]}-2", f"{ids[0]}-3"]
-    assert "2 items repeat an earlier one word for word" in data.notes
+    assert "2 items the same as an earlier one, word for word" in data.notes
 
 
 def test_notes_say_what_the_score_hangs_on(tmp_path: Path) -> None:
@@ -120,15 +120,15 @@ def test_notes_say_what_the_score_hangs_on(tmp_path: Path) -> None:
     assert data.notes[0] == (
         "3 items of the published 14,042: scores are not comparable with published ones"
     )
-    assert data.notes[1].startswith("1 items whose right answer is there twice always tie")
+    assert data.notes[1].startswith("1 item with the right answer twice: always a tie")
     assert data.notes[1].endswith(data.items[1].item_id)
     whole = [{**ROWS["aime2024"]["local"], "id": place} for place in range(30)]
     data = open_task(task_named("aime2024"), str(write_rows(tmp_path / "aime.jsonl", whole)))
-    assert data.notes == ("29 items repeat an earlier one word for word",)
+    assert data.notes == ("29 items the same as an earlier one, word for word",)
     inside = {"question": "No options", "answer": "A"}
     gpqa = write_rows(tmp_path / "gpqa.jsonl", [inside])
     notes = open_task(task_named("gpqa_diamond"), str(gpqa)).notes
-    assert "1 items: options could not be separated, so they keep the published order" in notes
+    assert "1 item: options could not be separated, so they keep the published order" in notes
     assert "options are shuffled by item id" in notes
 
 
@@ -200,4 +200,4 @@ def test_the_cache_is_read_and_nothing_downloaded(
     # A published set without ids is what it is.
     write_rows(tmp_path / "ARC-Easy/test.jsonl", [arc_rows(1)[0]] * 2)
     data = open_task(task_named("arc_easy"), None)
-    assert "1 items repeat an earlier one word for word" in data.notes
+    assert "1 item the same as an earlier one, word for word" in data.notes

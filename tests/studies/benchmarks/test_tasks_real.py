@@ -46,7 +46,7 @@ def test_every_row_is_an_item(name: str) -> None:
 def test_what_is_odd_about_them() -> None:
     for name in ITEMS:
         repeats = [note for note in real(name).notes if "word for word" in note]
-        expected = ["91 items repeat an earlier one word for word"] * (name == "mmlu_pro")
+        expected = ["91 items the same as an earlier one, word for word"] * (name == "mmlu_pro")
         assert repeats == expected
         assert not any("always tie" in note for note in real(name).notes)
 

@@ -214,7 +214,7 @@ def test_prompts_that_leave_no_room_are_counted(places: tuple[Path, Path], tmp_p
     write_rows(data / "valid.jsonl", [{"prompt": "green"}])
     changes = {"reward": ("pattern=.*",), "iters": 1, "val_batches": 1}
     result = align.run(settings_of((places[0], data), tmp_path / "out", **changes))
-    assert any("leave no room for 6 tokens" in note for note in result.notes)
+    assert any("without room for 6 tokens" in note for note in result.notes)
     assert result.data["validation"][0]["reference_loss"] is None
 
 

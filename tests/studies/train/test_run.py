@@ -448,7 +448,7 @@ def test_broken_cut_and_empty_rows(places: tuple[Path, Path], tmp_path: Path) ->
     setup = set_up(settings_for(places[0], data, tmp_path / "out", max_seq_length=40))
     assert (len(setup.train.rows), setup.train.cut, setup.train.empty) == (5, 1, 0)
     assert setup.data["sources"][0]["dropped"] == {"no_answer": 1}
-    assert "train: 1 of 5 rows were cut to 40 tokens." in setup.notes
+    assert "train: cut to 40 tokens: 1 of 5 rows." in setup.notes
     assert f"data: {data}/train.jsonl: 5 of 6 rows are used (1 no answer)." in setup.notes
     assert any("No rows to validate with" in note for note in setup.notes)
     write_rows(data / "train.jsonl", [nothing, nothing])

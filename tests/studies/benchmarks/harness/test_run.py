@@ -220,7 +220,7 @@ def test_long_texts_roll_and_count_each_token_once(places: Places) -> None:
         by_hand += arm.score_tokens([(before, tokens[start:stop])], [("", None)])[0][0]
         start = stop
     assert rolled == pytest.approx(by_hand, abs=10 * SUMS)
-    assert "routed: 1 prompts without a prompt to route on" in " ".join(arm.notes)
+    assert "routed: answered by the base: 1 prompt without a prompt" in " ".join(arm.notes)
 
 
 def test_chat_prompts_go_through_the_template(arm: ModelArm, data: Path) -> None:
