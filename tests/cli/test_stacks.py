@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxstacks.files.store import Store
+from mlxstacks.studies.stack.store_commands import _told_apart
 from tests.files.store_cases import BASE, ONE_EXPERT, add_domain, make_store, tree
 
 Run = Callable[..., tuple[int, str, str]]
@@ -63,6 +66,13 @@ def test_one_stack_is_no_stacks(command: Run, work_dir: Path) -> None:
     add_domain(store, "chat", rounds=1, projections=ONE_EXPERT)
     assert "Whole: 1 stack in 2 files" in command("stacks", "verify", "store")[1]
     assert "Equal; 1 stack has the same bytes" in command("stacks", "diff", "store", "store")[1]
+
+
+@given(st.floats(allow_nan=False), st.floats(allow_nan=False))
+def test_numbers_that_differ_are_shown_so(first: float, second: float) -> None:
+    shown = _told_apart(first, second)
+    assert first == second or shown[0] != shown[1]
+    assert _told_apart(0.5000312, 0.8216934) == ("0.5", "0.8217")
 
 
 def test_a_damaged_manifest_ends_with_1_without_a_traceback(command: Run, store: Store) -> None:
