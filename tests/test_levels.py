@@ -38,7 +38,7 @@ LEVELS = {
     "arms": 6,
     **dict.fromkeys(("studies", "nano"), 7),
     "grow": 8,
-    **dict.fromkeys(("recipe", "doctor"), 9),
+    **dict.fromkeys(("recipe", "doctor", "share"), 9),
     **dict.fromkeys(("report", "keywords"), 10),
     **dict.fromkeys(("api", "cli"), 11),
     "__main__": 12,

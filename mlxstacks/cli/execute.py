@@ -107,6 +107,7 @@ def _nano_note(keys: Sequence[str]) -> str:
         "persona_data": f"{whose} persona's rows",
         "items": f"{whose} items",
         "suite": f"{whose} identity suite",
+        "target": f"{whose} sample stacks",
     }
     *most, last = [parts.get(key, f"nano for {key}") for key in keys]
     return f"Using {', '.join(most)} and {last}." if most else f"Using {last}."

@@ -378,6 +378,21 @@ COMMANDS: dict[str, Command] = {
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT", "store_path": "STORE"},
     ),
+    "push": Command(
+        help="Upload an adapter, a store or a model to the Hugging Face hub, with a model card.",
+        settings="mlxstacks.share.settings:PushSettings",
+        function="mlxstacks.share.push:push",
+        arguments={"target": "TARGET", "repo_id": "REPO_ID"},
+        needs=("repo_id",),
+        nano={"target": "store_path"},
+    ),
+    "pull": Command(
+        help="Download an adapter, a store or a model from the Hugging Face hub, and check it.",
+        settings="mlxstacks.share.settings:PullSettings",
+        function="mlxstacks.share.pull:pull",
+        arguments={"repo_id": "REPO_ID"},
+        needs=("repo_id",),
+    ),
     "profile": Command(
         help="Profile which experts groups of prompts use, compared with chance.",
         settings="mlxstacks.studies.profile.settings:ProfileSettings",

@@ -1,0 +1,204 @@
+"""What can be shared: adapters, stores and models, each known by its files and made of no others.
+
+The same lists serve both ways. `push` copies the files of a thing and nothing that lies next to
+them (optimizer states, logs, results, recipes); `pull` downloads them and nothing else. What is
+neither safetensors nor text of a known name, as pickles and code, is on no list.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+from mlxstacks.errors import CheckpointError, InputError, StoreError
+from mlxstacks.files.adapters import WEIGHTS
+from mlxstacks.files.checkpoint import open_checkpoint, read_json_object
+from mlxstacks.files.lora_modules import CONFIG, open_weights, read_config
+from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.peft_config import PEFT_WEIGHTS
+from mlxstacks.files.settings import StacksVerifySettings
+from mlxstacks.files.shards import read_header
+from mlxstacks.files.store import base_name
+from mlxstacks.files.store_files import MANIFEST
+from mlxstacks.files.store_verify import verify_store
+from mlxstacks.regular_files import check_regular
+
+Kind = Literal["adapter", "store", "model"]
+
+CARD = "README.md"
+MODEL_CONFIG = "config.json"
+MAX_FILES = 10_000
+# Of the base, and the same in every copy of it; its texts may look like paths.
+VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
+_OF_A_MODEL = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
+    r"|chat_template|(|image_|video_|pre)processor_config|model[\w.-]*\.safetensors\.index)\.json"
+    r"|merges\.txt|chat_template\.jinja|[\w.-]+\.tiktoken|tokenizer\.model"
+    r"|(?!\.|adapter|checkpoint|consolidated|optimizer)[\w.-]+\.safetensors",
+    re.ASCII,
+)
+_BESIDE = re.compile(r"README\.md|(LICENSE|NOTICE)(\.md|\.txt)?")
+# A text that is an absolute path as a whole, and one within other text: not behind a letter, a
+# slash or a colon, as in `and/or` and URLs.
+_PATH = re.compile(r"(~[\w.-]*/|/[^/\n]+/|file:/|[A-Za-z]:\\)[^\n]*")
+_PATH_IN_TEXT = re.compile(r"(?<![\w.:/<~\\-])(?:~[\w.-]*|/[\w.@+-]+)(?:/[\w.@+-]+)+/?")
+
+
+def kind_of(names: Collection[str], where: str) -> Kind:
+    """What the files of a directory or repository are. names: paths below it.
+
+    Raises: InputError naming what is there instead.
+    """
+    if MANIFEST in names and MODEL_CONFIG not in names:
+        return "store"
+    if CONFIG in names and not {WEIGHTS, PEFT_WEIGHTS}.isdisjoint(names):
+        return "adapter"
+    weights = any(re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in names)
+    if MODEL_CONFIG in names and weights:
+        return "model"
+    some = ", ".join(ascii(name)[1:-1][:80] for name in sorted(names)[:5]) or "nothing"
+    raise InputError(
+        f"{where}: neither an adapter, a store nor a model in safetensors: it holds {some}; "
+        "pickles and code are not shared"
+    )
+
+
+def own_files(kind: Kind, names: Collection[str], manifest: Manifest | None = None) -> list[str]:
+    """Which of the files of a directory or repository are the thing's, in order.
+
+    manifest: a store's, whose files they are, there or not.
+    """
+    if manifest is not None:
+        return sorted({MANIFEST, *(record.file for record in manifest.files())})
+    own = _OF_A_MODEL
+    if kind == "adapter":
+        weights = WEIGHTS if WEIGHTS in names else PEFT_WEIGHTS
+        own = re.compile(f"{re.escape(CONFIG)}|{re.escape(weights)}")
+    return sorted(n for n in names if own.fullmatch(n) or _BESIDE.fullmatch(n))
+
+
+def check_plain(directory: Path, names: Iterable[str]) -> None:
+    """Raises: InputError naming a link, in place of a file or of its folder, or what is no file."""
+    for name in names:
+        for path in (directory / name, *(directory / name).parents):
+            if path == directory:
+                break
+            if path.is_symlink():
+                raise InputError(f"{path}: is a link; only plain files are shared")
+        check_regular(directory / name)
+
+
+def check_thing(kind: Kind, directory: Path, names: Iterable[str]) -> None:
+    """Every file plain, every header and JSON whole, every hash of a store's manifest right.
+
+    Raises: InputError naming the file and what is wrong with it.
+    """
+    check_plain(directory, names)
+    for path in (directory / name for name in names):
+        if path.suffix == ".safetensors":
+            read_header(path)
+        elif path.suffix == ".json":
+            read_json_object(path, unique_keys=False)
+    if kind == "adapter":
+        read_config(directory / CONFIG)
+        weights = WEIGHTS if (directory / WEIGHTS).exists() else PEFT_WEIGHTS
+        if not open_weights(directory / weights).tensors:
+            raise InputError(f"{directory / weights}: holds no tensors")
+    elif kind == "model":
+        if "model_file" in open_checkpoint(directory).config:
+            raise CheckpointError(f"{directory / MODEL_CONFIG}: names code to run (model_file)")
+    else:
+        try:
+            problems = verify_store(StacksVerifySettings(store_path=str(directory))).problems
+        except StoreError as error:
+            raise InputError(str(error)) from None
+        if problems:
+            lines = "".join(f"\n  {problem.message}" for problem in problems[:8])
+            raise InputError(f"the store is damaged: {len(problems)} problems{lines}")
+
+
+def part_of(manifest: Manifest, domains: Collection[str]) -> Manifest:
+    """A store's manifest with some of its domains; the router, which is of all, goes.
+
+    Raises: InputError naming a domain that is not there.
+    """
+    known = [domain.name for domain in manifest.domains]
+    if unknown := sorted(set(domains) - set(known)):
+        raise InputError(f"no domain {unknown[0]!a} (there are: {', '.join(known) or 'none'})")
+    kept = tuple(domain for domain in manifest.domains if domain.name in domains)
+    if len(kept) == len(known):
+        return manifest
+    needed = {stack.shared_sha256 for domain in kept for stack in domain.stacks}
+    return replace(
+        manifest, domains=kept, router=None,
+        shared=tuple(record for record in manifest.shared if record.sha256 in needed),
+        matrix={
+            mode: {
+                row: {name: loss for name, loss in columns.items() if name in domains}
+                for row, columns in rows.items() if row in domains
+            }
+            for mode, rows in manifest.matrix.items()
+        },
+    )  # fmt: skip
+
+
+# --- paths of this machine ------------------------------------------------------------------------
+
+
+def without_paths(value: Any) -> Any:
+    """JSON values with every absolute path as the name at its end, or as the hub id of a directory
+    of the hub's cache. Two keys that would become one are told apart by a number.
+
+    Law: what it gives is its own fixed point.
+    """
+    if isinstance(value, str):
+        return _public_name(value) if _PATH.fullmatch(value) else value
+    if isinstance(value, Mapping):
+        public: dict[str, Any] = {}
+        for key, inner in value.items():
+            name = without_paths(key)
+            while name in public or (name != key and name in value):
+                name += " (2)"
+            public[name] = without_paths(inner)
+        return public
+    return [without_paths(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def paths_to_names(text: str) -> str:
+    """A text for people, with every absolute path in it as the name at its end."""
+    return _PATH_IN_TEXT.sub(lambda path: _public_name(path[0]), text)
+
+
+def _public_name(path: str) -> str:
+    name = path
+    with suppress(InputError, OSError):  # no usable path here: of another machine
+        name = base_name(path)
+    if _PATH.fullmatch(name):
+        name = PurePath(name.replace("\\", "/")).name
+    return name or "path"
+
+
+def refuse_places(directory: Path, names: Iterable[str], source: Path) -> None:
+    """A last look at what is to be uploaded, in all but vocabularies.
+
+    Raises: InputError naming a file with a path of this machine: the home directory, the current
+        one, the parent of `source`; in the metadata of safetensors any absolute path, because
+        what a hash is of cannot be changed.
+    """
+    places = {str(p) for p in (Path.home(), Path.cwd(), source.resolve().parent)} - {"/"}
+    for name in names:
+        path = directory / name
+        if name.endswith(".safetensors"):
+            text = json.dumps(read_header(path).metadata, ensure_ascii=False).replace("\\", "")
+            found = [match[0] for match in _PATH_IN_TEXT.finditer(text)]
+        else:
+            text = "" if name in VOCABULARY else path.read_text(encoding="utf-8", errors="replace")
+            found = [place for place in places if f"{place}/" in text]
+        if found:
+            raise InputError(
+                f"{name}: holds a path of this machine ({found[0]}), which is not uploaded; write "
+                "the file again without it"
+            )
