@@ -35,6 +35,8 @@ LOG = "log.jsonl"
 LOCATION = "base.json"
 # Of the last training; study.document names the first too. Before 0.2 it was the last of them.
 RESULT, RESULT_PAGE, FORMER_REPORT = "result.json", "result.md", "stack_report.json"
+# Of every training.
+METRICS = "metrics.csv"
 
 _TEMPORARY = re.compile(r"\..{1,220}\.tmp-\d+-[0-9a-f]{8}")
 _CONTENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{12}\.[a-z]+")
@@ -186,7 +188,7 @@ def own_entries(root: Path) -> set[str] | None:
     named = {record.file for record in records}
     unnamed = [*unnamed_files(root, named)[0], *temporaries(root)]
     named |= {path.relative_to(root).as_posix() for path in unnamed}
-    results = {RESULT, RESULT_PAGE, FORMER_REPORT}
+    results = {RESULT, RESULT_PAGE, FORMER_REPORT, METRICS}
     return named | results | {MANIFEST, PREVIOUS, LOG, LOCK, LOCATION, *FOLDERS}
 
 

@@ -33,6 +33,9 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "lr_schedule": ("--lr-scheduler-type",),
         "warmup": ("--warmup-steps",),
         "clip_norm": ("--max-grad-norm",),
+        "log_to": ("--report-to",),
+        "log_project": ("--project-name",),
+        "log_name": ("--run-name",),
         "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
     },
     "train": {"save_path": ("--adapter-path",)},
@@ -63,7 +66,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 
-_UPLOAD = "nothing is uploaded from here; `hf upload OWNER/NAME DIRECTORY` uploads what was written"
+_UPLOAD = "nothing is uploaded from here; `mlxstacks push DIRECTORY OWNER/NAME` does that"
 _XTC = "XTC is not offered; --min-p, --top-p and --top-k narrow the draw"
 _KV = "the cache keeps the model's own dtype; leave it out"
 _DRAFT = "speculative decoding is not offered; answers are decoded token by token"
@@ -73,7 +76,6 @@ _TEMPLATE = (
 )
 _GREEDY = "answers are greedy, so that a run repeats to the letter"
 _TEST = "`mlxstacks eval` measures a trained adapter; `train` reports validation losses"
-_LOGS = "each run writes log.jsonl into its save path, and `mlxstacks report` draws it"
 _RECIPE = (
     "--recipe FILE reads settings, by the names of these options with underscores, below "
     "`command:` and the command"
@@ -215,8 +217,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--config": _RECIPE,
         "-c": _RECIPE,
         "--clear-cache-threshold": "the trainer clears the allocator's cache itself; leave it out",
-        "--report-to": _LOGS,
-        "--project-name": _LOGS,
     },
     "eval": {
         "--model-args": "--model takes the directory or the Hugging Face id itself",

@@ -7,6 +7,7 @@ the target once every one of them was checked.
 
 import hashlib
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,7 @@ def pull(
         verdict = f"Would download the {kind} {repo_id} to {target}: {words}."
         return _result(settings, verdict, data, notes)
     owned = own_entries if kind == "store" else listed_entries
-    with staged_directory(
-        target, force=settings.force, needed_bytes=total, owned=owned
-    ) as staged:
+    with staged_directory(target, force=settings.force, needed_bytes=total, owned=owned) as staged:
         done = 0
         for name in files:
             if progress is not None:
@@ -98,10 +97,10 @@ def _check_names(listed: Mapping[str, Any], repo_id: str) -> None:
         raise InputError(f"{repo_id}: {len(listed):,} files, allowed: {MAX_FILES:,}")
     for name in listed:
         parts = name.split("/")
-        if {"", ".", ".."} & {*parts} or "\\" in name or ":" in name or not name.isprintable():
+        if {"", ".", ".."} & {*parts} or "\\" in name or not name.isprintable():
             raise InputError(f"{repo_id}: names a file {name[:200]!a}; nothing was downloaded")
     folded = sorted(name.casefold() for name in listed)
-    if twice := [a for a, b in zip(folded, folded[1:], strict=False) if a == b]:
+    if twice := [a for a, b in pairwise(folded) if a == b]:
         raise InputError(f"{repo_id}: two files are {twice[0][:200]!a} where case does not count")
 
 

@@ -12,6 +12,19 @@ from mlxstacks.layers.settings import LayersText, StackSettings
 from mlxstacks.settings import Settings
 
 Schedule = Literal["cosine", "linear", "constant"]
+LogTo = Annotated[
+    Literal["trackio", "wandb"] | None,
+    Field(
+        description="Send metrics there too, by a package that you install. Default: metrics.csv "
+        "and log.jsonl alone."
+    ),
+]
+LogProject = Annotated[str, Field(description="Project of log_to.")]
+LogName = Annotated[
+    str | None, Field(description="Name of the run in log_to. Default: the package's own.")
+]
+# No number depends on them.
+LOGGING = {"log_to", "log_project", "log_name"}
 
 
 class OptimizerSettings(Settings):
@@ -197,6 +210,9 @@ class TrainSettings(Settings):
     force: bool = Field(
         False, description="Replace an existing save path; run even if the guard refuses."
     )
+    log_to: LogTo = None
+    log_project: LogProject = "mlxstacks"
+    log_name: LogName = None
     # MLX's keys are made of 64 bits.
     seed: int = Field(
         0, ge=0, lt=2**64, description="Seed for initial weights, dropout and data order."
@@ -484,6 +500,9 @@ class StackRunSettings(Settings):
     working_set_bytes: int | None = Field(
         None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
+    log_to: LogTo = None
+    log_project: LogProject = "mlxstacks"
+    log_name: LogName = None
     resume: bool = Field(True, description="Resume an interrupted domain instead of restarting it.")
     force: bool = Field(False, description="Delete an existing store and start over.")
     seed: int = Field(42, ge=0, description="Seed for initial weights, noise and data order.")

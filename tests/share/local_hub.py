@@ -94,8 +94,10 @@ class _Answers(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/.*)?", path):
             known = match[1] in repositories
             missing = {"X_Error_Code": "RepoNotFound"}
-            return self._answer(self.server.about(match[1])) if known else self._answer(
-                {}, 404, **missing
+            return (
+                self._answer(self.server.about(match[1]))
+                if known
+                else self._answer({}, 404, **missing)
             )
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/.*", path):
             return self._answer(

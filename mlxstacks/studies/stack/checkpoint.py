@@ -81,6 +81,7 @@ from mlxstacks.training.continual import (
     protection_report,
 )
 from mlxstacks.training.loop import Record, TrainingState, load_state, save_state
+from mlxstacks.training.metrics import Metrics
 from mlxstacks.training.settings import StackRunSettings
 
 ROUNDS, BASES = "rounds.json", "bases.safetensors"
@@ -279,7 +280,7 @@ class RoundCheckpoints:
     """Keeps rounds in the work directory; see boost.Checkpoints.
 
     is_main: of the processes of a group the first one writes, all of them read.
-    say: (share of the domain that is done, what).
+    say: (share of the domain that is done, what). metrics: get the numbers of the log too.
     """
 
     def __init__(
@@ -289,9 +290,10 @@ class RoundCheckpoints:
         plan: DomainPlan,
         is_main: bool,
         say: Callable[[float, str], None],
+        metrics: Metrics,
     ) -> None:
         self.setup, self.work, self.plan = setup, work, plan
-        self.is_main, self.say = is_main, say
+        self.is_main, self.say, self.metrics = is_main, say, metrics
         self.rounds_all = plan.settings.rounds or setup.settings.rounds
         self.resumed_from: int | None = None
         settings = setup.settings
@@ -384,6 +386,7 @@ class RoundCheckpoints:
     def _log(self, event: str, number: int, step: int, /, **record: Any) -> None:
         if self.is_main:
             self.work.log(event=event, domain=self.plan.name, round=number, step=step, **record)
+            self.metrics.log(event, record | {"step": step}, None, f"{self.plan.name}-r{number}/")
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,12 @@ from mlxstacks.studies.train.setup import MOST_DEFAULT_ITERS, steps_of
 from mlxstacks.study.document import counted
 from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
-from mlxstacks.training.settings import DomainSettings, OptimizerSettings, StackRunSettings
+from mlxstacks.training.settings import (
+    LOGGING,
+    DomainSettings,
+    OptimizerSettings,
+    StackRunSettings,
+)
 
 # Validation on fewer says little: the verdict names them.
 FEW_ROWS = 8
@@ -42,7 +47,7 @@ DATA_SETTINGS = "settings"
 _NOT_OF_A_STACK = {
     "model", "data", "save_path", "domains", "validation_rows", "resume", "force", "guard",
     "resource_limit", "working_set_bytes", "save_every", "steps_per_report", "modes",
-    "grad_checkpoint", "base", "sample_prompts",
+    "grad_checkpoint", "base", "sample_prompts", *LOGGING,
 }  # fmt: skip
 # Recorded of the machine that trained a domain; may differ when the command runs again.
 _OF_THE_MACHINE = "base_in_float32"

@@ -20,6 +20,7 @@ from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import company_notes, router_notes
+from mlxstacks.files.store_files import LOG, METRICS
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode, stacked_layers
 from mlxstacks.studies.stack.checkpoint import (
@@ -63,6 +64,7 @@ from mlxstacks.training.continual import (
     train_domain,
 )
 from mlxstacks.training.loop import NonFiniteError
+from mlxstacks.training.metrics import Metrics, check_logger, write_csv
 from mlxstacks.training.settings import SnapshotSettings, StackRunSettings
 from mlxstacks.training.step import current_group, gathered, size_and_rank, wait_for_all
 
@@ -96,6 +98,7 @@ def run(
     started = time.monotonic()
     target = user_path(settings.save_path)
     check_store(target, settings)
+    check_logger(settings)
     resumes = not replaces_store(target, settings) and target.is_dir() and any(target.iterdir())
     group = current_group()
     progress = progress if size_and_rank(group)[1] == 0 else None
@@ -140,6 +143,8 @@ class _StackRun:
         self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
         if not self.is_main:
             silence_stdout()
+        self.metrics = Metrics(self.settings if self.is_main else None, setup.notes)
+        stack.callback(self.metrics.finish)
         set_wired_limit(setup.notes)
         if setup.to_train:
             self._say(0, "loading the model")
@@ -176,6 +181,7 @@ class _StackRun:
                 plan = self.setup.to_train[0]
                 expected[plan.name] = self._domain(work, plan, expected).prefix_loss
                 wait_for_all(self.group)
+            self.metrics.finish()
             result = done_result(
                 self.planned, self.setup, self.domains, time.monotonic() - self.started,
                 size_and_rank(self.group)[0],
@@ -183,6 +189,7 @@ class _StackRun:
             if self.is_main:
                 # Not the manifest: `stacks disable` and `import` change it, not what was trained.
                 stacks = self.target.glob("stacks/*")
+                write_csv(self.target / LOG, self.target / METRICS)
                 result = write_result(result, self.target, self.target, sources=stacks)
                 work.clear()
                 work.set_replacement(None)
@@ -296,7 +303,9 @@ class _StackRun:
         wait_for_all(self.group)
         bases = self._bases(work, plan)
         self._say(0, f"{plan.name}, the first step")
-        checkpoints = RoundCheckpoints(self.setup, work, plan, self.is_main, self._say)
+        checkpoints = RoundCheckpoints(
+            self.setup, work, plan, self.is_main, self._say, self.metrics
+        )
         try:
             result = train_domain(
                 self.model, self._job(plan, bases), checkpoints, self.setup.served, self.losses,

@@ -25,6 +25,7 @@ from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.lora_modules import CONFIG, MERGE_READY_KEY, LoraModule, mlx_config
 from mlxstacks.files.outputs import check_target, entries, staged_directory, write_json
 from mlxstacks.files.side_files import clone_or_link
+from mlxstacks.files.store_files import METRICS
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.merge_ready import as_stored
 from mlxstacks.layers.output_head import find_output_head
@@ -64,6 +65,7 @@ from mlxstacks.training.loop import (
     train,
     trainable_weights,
 )
+from mlxstacks.training.metrics import Metrics, check_logger, write_csv
 from mlxstacks.training.modes import evaluating, set_training_modes
 from mlxstacks.training.settings import SnapshotSettings, TrainSettings
 from mlxstacks.training.step import (
@@ -113,6 +115,7 @@ def train_with(
     read = (settings.model, settings.resume_adapter_file, *train_data_paths(settings.data))
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
+    check_logger(settings)
     processes, rank = size_and_rank(current_group())
     progress = progress if rank == 0 else None
     if progress and not dry_run:
@@ -153,6 +156,8 @@ class TrainRun:
         self.progress, self.step = progress, 0
         if not self.is_main:
             silence_stdout()
+        self.metrics = Metrics(settings if self.is_main else None, setup.notes)
+        stack.callback(self.metrics.finish)
         self.identity = self._identity()
         self.work: RunDirectory | None = None
         self.stack, self.begun, self.resumed_from = stack, started, 0
@@ -193,6 +198,7 @@ class TrainRun:
             self._load()
             wait_for_all(self.group)
             state = self._train(self._state())
+            self.metrics.finish()
             if self.settings.keep == "best":
                 restore_best(self.model, state)
             best = state.best
@@ -337,6 +343,7 @@ class TrainRun:
     def _log(self, event: str, step: int, /, **record: Any) -> None:
         if self.work is not None:
             self.work.log(event=event, step=step, **record)
+            self.metrics.log(event, record, step)
 
     def _save(self, state: TrainingState) -> None:
         """The state, then the adapter of its best weights."""
@@ -378,8 +385,9 @@ class TrainRun:
             # A log can still grow, a state is only ever replaced.
             clone_or_link(work.path / LOG, directory / LOG, copy=True)
             clone_or_link(work.path / STATE, directory / STATE)
+            write_csv(directory / LOG, directory / METRICS)
             write_recipe(directory, self.command, self.settings)
-            files = [directory / name for name in (WEIGHTS, CONFIG, LOG, RECIPE)]
+            files = [directory / name for name in (WEIGHTS, CONFIG, LOG, METRICS, RECIPE)]
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]
             return write_result(result, directory, self.target, sources=small)

@@ -47,7 +47,7 @@ from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_p
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.loop import arrays_sha256, trainable_weights
 from mlxstacks.training.modes import prepare_base
-from mlxstacks.training.settings import AlignSettings, OptimizerSettings, TrainSettings
+from mlxstacks.training.settings import LOGGING, AlignSettings, OptimizerSettings, TrainSettings
 
 # Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
 MOST_DEFAULT_ITERS = 1000
@@ -92,7 +92,7 @@ class TrainSetup:
         """All that the trained weights depend on."""
         about_files = {"save_path", "force", "resume", "model", "data", "resume_adapter_file"}
         about_limits = {"guard", "resource_limit", "working_set_bytes"}
-        about_time = {"save_every", "steps_per_report"}
+        about_time = {"save_every", "steps_per_report", *LOGGING}
         held_out = self.data["validation_sources"] or self.data["sources"]
         rules = {}
         if isinstance(settings.data, TrainDataSettings):  # how rows are made of files, not which
