@@ -62,10 +62,12 @@ def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, An
     base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
     guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
     resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,
-    seed: int = 0, method: Literal['dpo', 'orpo', 'grpo'] = 'dpo', beta: float | None = None,
-    reward: str | Sequence[str] = (), group_size: int = 8, max_tokens: int = 256, clip: float = 0.2,
-    updates: int = 1, allow_code: bool = False, safeguards: Mapping[str, Any] = ...,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    log_to: Literal['trackio', 'wandb'] | None = None, log_project: str = 'mlxstacks',
+    log_name: str | None = None, seed: int = 0, method: Literal['dpo', 'orpo', 'grpo'] = 'dpo',
+    beta: float | None = None, reward: str | Sequence[str] = (), group_size: int = 8,
+    max_tokens: int = 256, clip: float = 0.2, updates: int = 1, allow_code: bool = False,
+    safeguards: Mapping[str, Any] = ..., progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Train a LoRA on preferred answers (DPO, ORPO) or on rewards (GRPO), with safeguards."""
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
@@ -124,10 +126,11 @@ def distill(store_path: str | Path | None = None, *, model: str | Path | None = 
     base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
     guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
     resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,
-    seed: int = 0, teacher: str | None = None, router: str | None = None,
-    routes: Literal['routed', 'dense', 'multi-route'] = 'routed', temperature: float = 2.0,
-    top_logits: int = 64, max_rise: float = 0.02, rows_per_domain: int = 2000,
-    template: Literal['chat', 'alpaca'] | None = None,
+    log_to: Literal['trackio', 'wandb'] | None = None, log_project: str = 'mlxstacks',
+    log_name: str | None = None, seed: int = 0, teacher: str | None = None,
+    router: str | None = None, routes: Literal['routed', 'dense', 'multi-route'] = 'routed',
+    temperature: float = 2.0, top_logits: int = 64, max_rise: float = 0.02,
+    rows_per_domain: int = 2000, template: Literal['chat', 'alpaca'] | None = None,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Distil a store's routed stacks into one adapter, for this base or a smaller model."""
 
@@ -257,6 +260,18 @@ def profile(model: str | Path | None = None, *, data: str | Path | None = None,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Profile which experts groups of prompts use, compared with chance."""
 
+def pull(repo_id: str | None = None, *, save_path: str | Path | None = None,
+    revision: str | None = None, max_bytes: int = 100000000000, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Download an adapter, a store or a model from the Hugging Face hub, and check it."""
+
+def push(target: str | Path | None = None, repo_id: str | None = None, *,
+    save_path: str | Path | None = None, domains: str | Sequence[str] = (), private: bool = False,
+    revision: str | None = None, base_model: str | None = None, license: str | None = None,
+    card: bool = True, force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
+    """Upload an adapter, a store or a model to the Hugging Face hub, with a model card."""
+
 def recipes(command: str | None = None) -> pandas.DataFrame:
     """List shipped recipes, for all commands or for one: name, command, about, time, memory."""
 
@@ -360,8 +375,10 @@ def stack(model: str | Path | None = None,
     compile_step: Literal['auto', 'on', 'off'] = 'auto',
     base: Literal['auto', 'stored', 'float32'] = 'auto',
     guard: Literal['refuse', 'warn', 'off'] = 'refuse', resource_limit: int | None = None,
-    working_set_bytes: int | None = None, resume: bool = True, force: bool = False, seed: int = 42,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    working_set_bytes: int | None = None, log_to: Literal['trackio', 'wandb'] | None = None,
+    log_project: str = 'mlxstacks', log_name: str | None = None, resume: bool = True,
+    force: bool = False, seed: int = 42, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Train frozen stacks, domain by domain, into a store that forgets none of them."""
 
 def stack_compare(model: str | Path | None = None, *, data: str | Path | None = None,
@@ -483,6 +500,7 @@ def train(model: str | Path | None = None,
     base: Literal['auto', 'stored', 'float32'] = 'auto', resume: bool = True,
     guard: Literal['refuse', 'reshape', 'warn', 'off'] = 'refuse',
     resource_limit: int | None = None, working_set_bytes: int | None = None, force: bool = False,
-    seed: int = 0, progress: bool | Callable[..., None] | None = None,
+    log_to: Literal['trackio', 'wandb'] | None = None, log_project: str = 'mlxstacks',
+    log_name: str | None = None, seed: int = 0, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
     """Train a LoRA on a model and write an adapter that mlx-lm loads."""

@@ -47,6 +47,22 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "files/test_swapped_model.py::test_a_model_that_changes_during_a_fuse_is_refused",
         ),
     },
+    "Sharing": {
+        "What is pushed comes back to the byte, and nothing that lay next to it is uploaded.": (
+            "share/test_share.py::test_what_is_pushed_comes_back_without_what_lay_next_to_it",
+        ),
+        "No absolute path of the machine is uploaded.": (
+            "share/test_share.py::test_no_path_of_this_machine_is_uploaded",
+            "share/test_share.py::test_json_without_paths",
+        ),
+        "Nothing of a hostile repository appears.": (
+            "share/test_share.py::test_a_hostile_adapter_does_not_appear",
+            "share/test_share.py::test_a_damaged_store_does_not_appear",
+        ),
+        "A logger that fails stops no training and changes no weight.": (
+            "studies/train/test_metrics.py::test_a_logger_that_fails_stops_nothing",
+        ),
+    },
     "Files": {
         "A target appears whole or not at all, at whatever moment the process is killed.": (
             "files/test_outputs.py::test_killed_at_any_moment_the_target_is_whole",

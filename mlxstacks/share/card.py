@@ -20,7 +20,7 @@ from mlxstacks.files.manifest import Manifest
 from mlxstacks.files.settings import StacksListSettings
 from mlxstacks.files.store import base_name
 from mlxstacks.share.settings import PushSettings
-from mlxstacks.share.things import CARD, Kind, paths_to_names, without_paths
+from mlxstacks.share.things import CARD, Kind, without_paths
 from mlxstacks.studies.stack.store_commands import list_store
 from mlxstacks.study.document import RESULT, Cell, Table
 from mlxstacks.study.render.markdown import to_markdown
@@ -71,12 +71,12 @@ def write_card(
         page = page.model_copy(
             update={"settings": measured.settings, "environment": measured.environment}
         )
-    text = to_markdown(Result.from_json(without_paths(page.as_json())))
+    text = to_markdown(Result.from_json(without_paths(page.as_json(), within=True)))
     commands = "\n".join(_commands(kind, staged, manifest, base, settings))
     text += f"\n## How to run it\n\n```bash\n{commands}\n```\n"
     licensed = settings.license or _license([source, *([user_path(recorded)] if recorded else [])])
     head = _head(kind, base, {*_datasets(data)}, licensed)
-    (staged / CARD).write_text(f"---\n{head}\n---\n\n{paths_to_names(text)}", encoding="utf-8")
+    (staged / CARD).write_text(f"---\n{head}\n---\n\n{text}", encoding="utf-8")
 
 
 def _result_of(source: Path) -> tuple[Result, tuple[str, ...]]:

@@ -148,28 +148,27 @@ def part_of(manifest: Manifest, domains: Collection[str]) -> Manifest:
 # --- paths of this machine ------------------------------------------------------------------------
 
 
-def without_paths(value: Any) -> Any:
+def without_paths(value: Any, within: bool = False) -> Any:
     """JSON values with every absolute path as the name at its end, or as the hub id of a directory
     of the hub's cache. Two keys that would become one are told apart by a number.
 
+    within: paths that are a part of a text too.
     Law: what it gives is its own fixed point.
     """
     if isinstance(value, str):
-        return _public_name(value) if _PATH.fullmatch(value) else value
+        if _PATH.fullmatch(value):
+            return _public_name(value)
+        return _PATH_IN_TEXT.sub(lambda path: _public_name(path[0]), value) if within else value
     if isinstance(value, Mapping):
         public: dict[str, Any] = {}
         for key, inner in value.items():
-            name = without_paths(key)
+            name = without_paths(key, within)
             while name in public or (name != key and name in value):
                 name += " (2)"
-            public[name] = without_paths(inner)
+            public[name] = without_paths(inner, within)
         return public
-    return [without_paths(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def paths_to_names(text: str) -> str:
-    """A text for people, with every absolute path in it as the name at its end."""
-    return _PATH_IN_TEXT.sub(lambda path: _public_name(path[0]), text)
+    is_list = isinstance(value, list | tuple)
+    return [without_paths(inner, within) for inner in value] if is_list else value
 
 
 def _public_name(path: str) -> str:
@@ -192,11 +191,12 @@ def refuse_places(directory: Path, names: Iterable[str], source: Path) -> None:
     for name in names:
         path = directory / name
         if name.endswith(".safetensors"):
-            text = json.dumps(read_header(path).metadata, ensure_ascii=False).replace("\\", "")
-            found = [match[0] for match in _PATH_IN_TEXT.finditer(text)]
+            text = json.dumps(read_header(path).metadata, ensure_ascii=False)
+            found = [match[0] for match in _PATH_IN_TEXT.finditer(text.replace("\\", ""))]
         else:
             text = "" if name in VOCABULARY else path.read_text(encoding="utf-8", errors="replace")
-            found = [place for place in places if f"{place}/" in text]
+            # without the escapes of JSON and Markdown
+            found = [place for place in places if f"{place}/" in text.replace("\\", "")]
         if found:
             raise InputError(
                 f"{name}: holds a path of this machine ({found[0]}), which is not uploaded; write "

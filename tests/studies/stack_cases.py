@@ -81,7 +81,7 @@ def hashes(directory: Path) -> dict[str, str]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
         # hidden: the lock, and what a killed writer left half-written
-        and not path.name.startswith((".", "base.json", "log.jsonl", "result."))
+        and not path.name.startswith((".", "base.json", "log.jsonl", "metrics.csv", "result."))
     }
 
 

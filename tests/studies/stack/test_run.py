@@ -282,7 +282,7 @@ def test_nothing_but_the_store_is_left(trained: Any) -> None:
     files = {path.name for path in store.path.iterdir()} - {".lock"}
     assert files == {
         "manifest.json", "previous.json", "base.json", "result.json", "result.md", "log.jsonl",
-        "stacks", "splits",
+        "metrics.csv", "stacks", "splits",
     }  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def test_a_run_lowers_the_loss_and_leaves_only_its_target(trained: Any) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
     assert sorted(path.name for path in target.iterdir()) == [
         MARK, "adapter_config.json", "adapters.safetensors", "checkpoint.safetensors", "log.jsonl",
-        "recipe.yaml", "result.json", "result.md",
+        "metrics.csv", "recipe.yaml", "result.json", "result.md",
     ]  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_report_and_log_tell_what_happened(trained: Any) -> None:
     result = Result.open(target)
     assert not result.standing.reasons
     files = {"adapter_config.json", "adapters.safetensors", "log.jsonl", "recipe.yaml"}
-    assert {*result.provenance} == files
+    assert {*result.provenance} == {*files, "metrics.csv"}
     written = result.data
     assert [*result.table("validation")["validation_loss"]] == [
         record["validation_loss"] for record in written["validation"]
