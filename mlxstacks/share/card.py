@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import ModelCardData, metadata_load
+
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import WEIGHTS
@@ -160,8 +163,6 @@ def _commands(
 
 
 def _head(kind: Kind, base: str, datasets: set[str], license: str | None) -> str:
-    from huggingface_hub import ModelCardData
-
     tags = {"adapter": ["lora"], "store": ["lora", "moe-lora"], "model": []}[kind]
     on_hub = "/" in base and may_be_hub_id(base)
     head = ModelCardData(
@@ -174,9 +175,6 @@ def _head(kind: Kind, base: str, datasets: set[str], license: str | None) -> str
 
 def _license(places: Iterable[Path]) -> str | None:
     """What the head of a card says that lies with the files or with their base."""
-    import yaml
-    from huggingface_hub import metadata_load
-
     for place in places:
         try:
             named = (metadata_load(place / CARD) or {}).get("license")

@@ -5,10 +5,14 @@ huggingface_hub alone.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from mlxstacks.errors import InputError
 
+# the HTTP library differs between versions of the hub client; its base error is here in all
+_HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
@@ -20,13 +24,8 @@ def check_repo(repo_id: str | None) -> str:
 
 
 @contextmanager
-def asking(repo_id: str) -> Iterator[Any]:
+def asking(repo_id: str) -> Iterator[HfApi]:
     """An `HfApi`. Raises: InputError for whatever goes wrong with the hub in the block."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-
-    # the HTTP library differs between versions of the hub client; its base error is here in all
-    http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
     try:
         yield HfApi(library_name="mlxstacks")
     except InputError:
@@ -34,7 +33,7 @@ def asking(repo_id: str) -> Iterator[Any]:
     except RepositoryNotFoundError:
         line = "there is no such repository for this user"
     # RuntimeError: of the transfer of large files
-    except (http_error, OSError, ValueError, RuntimeError) as error:
+    except (_HTTP_ERROR, OSError, ValueError, RuntimeError) as error:
         line = " ".join(str(error).split()) or type(error).__name__
         line = f"the hub refused or was not reached: {line:.300}"
     else:

@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
@@ -42,17 +44,18 @@ def pull(
     if settings.save_path is None:
         raise InputError("pull needs save_path")
     target = user_path(settings.save_path)
-    if dry_run and _is_offline():
+    if dry_run and constants.HF_HUB_OFFLINE:
         verdict = f"Would download {repo_id} to {target}; the hub was not asked: HF_HUB_OFFLINE."
         return _result(settings, verdict, {"writes": [str(target)]})
     with asking(repo_id) as api:
         about = api.model_info(repo_id, revision=settings.revision, files_metadata=True)
+        commit = str(about.sha)
         listed = {file.rfilename: file for file in about.siblings or ()}
         _check_names(listed, repo_id)
         kind, manifest = kind_of(listed, repo_id), None
         if kind == "store":
             _size(listed[MANIFEST], MAX_JSON_BYTES)
-            manifest = _manifest(api.hf_hub_download(repo_id, MANIFEST, revision=about.sha))
+            manifest = _manifest(api.hf_hub_download(repo_id, MANIFEST, revision=commit))
     files = own_files(kind, listed, manifest)
     if missing := [name for name in files if name not in listed]:
         raise InputError(f"{repo_id}: its manifest names {missing[0]}, which is not there")
@@ -64,7 +67,7 @@ def pull(
         raise InputError(f"{repo_id}: {words}, {most}")
     others = [clean(name, 200) for name in listed if name not in sizes][:_MOST_LISTED]
     notes = (f"Not downloaded: {', '.join(others)}.",) if others else ()
-    data = {"repo_id": repo_id, "commit": about.sha, "kind": kind, "files": sizes}
+    data: dict[str, Any] = {"repo_id": repo_id, "commit": commit, "kind": kind, "files": sizes}
     data["writes"] = [str(target)]
     if dry_run:
         verdict = f"Would download the {kind} {repo_id} to {target}: {words}."
@@ -76,19 +79,13 @@ def pull(
             if progress is not None:
                 progress(done, max(total, 1), f"{name}, of {words}")
             with asking(repo_id) as api:
-                cached = Path(api.hf_hub_download(repo_id, name, revision=about.sha))
+                cached = Path(api.hf_hub_download(repo_id, name, revision=commit))
             _take(cached, staged / name, listed[name], link=kind == "model")
             done += sizes[name]
         check_thing(kind, staged, files)
     hashed = "every header and every hash of its manifest" if manifest else "every header"
-    verdict = f"Downloaded the {kind} {repo_id} ({about.sha[:12]}) to {target}: {words}; {hashed} "
+    verdict = f"Downloaded the {kind} {repo_id} ({commit[:12]}) to {target}: {words}; {hashed} "
     return _result(settings, f"{verdict}was checked.", data, notes, kind)
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _check_names(listed: Mapping[str, Any], repo_id: str) -> None:
@@ -125,8 +122,6 @@ def _take(cached: Path, staged: Path, listed: Any, link: bool) -> None:
 
     Raises: InputError: it leads out of the cache, or has another size or hash.
     """
-    from huggingface_hub import constants
-
     name = listed.rfilename
     if not cached.resolve().is_relative_to(Path(constants.HF_HUB_CACHE).resolve()):
         raise InputError(f"{name}: leads out of the hub's cache; remove {cached} and pull again")

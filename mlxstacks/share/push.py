@@ -83,7 +83,8 @@ def push(
     return Result(
         kind="push", title="Upload to the hub", status="planned" if dry_run else "done",
         outcome="planned" if dry_run else "uploaded", verdict=verdict, data=data,
-        settings=settings.model_dump(mode="json"), notes=tuple(notes), directory=str(target),
+        settings=settings.model_dump(mode="json"), notes=tuple(notes),
+        directory=None if dry_run else str(target),
         blocks=(Table.of("files", "Files", {"file": "text", "size": "bytes"}, sizes.items()),),
         next_steps={} if dry_run else {"Get it": command_line("mlxstacks pull", repo_id)},
     )  # fmt: skip

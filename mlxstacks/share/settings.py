@@ -23,8 +23,8 @@ class PushSettings(Settings):
     repo_id: RepoId = None
     save_path: str | None = Field(
         None,
-        description="Directory for the files to upload, which stay there. Default: "
-        "./mlxstacks-out/push.",
+        description="Directory for the files to upload, which stay there; --dry-run writes it too. "
+        "Default: ./mlxstacks-out/push.",
     )
     domains: tuple[str, ...] = Field(
         (), description="Domains of a store to upload. Repeatable. Default: the whole store."

@@ -194,7 +194,8 @@ def refuse_places(directory: Path, names: Iterable[str], source: Path) -> None:
             text = json.dumps(read_header(path).metadata, ensure_ascii=False)
             found = [match[0] for match in _PATH_IN_TEXT.finditer(text.replace("\\", ""))]
         else:
-            text = "" if name in VOCABULARY else path.read_text(encoding="utf-8", errors="replace")
+            is_vocabulary = name in VOCABULARY or path.suffix in (".model", ".tiktoken")
+            text = "" if is_vocabulary else path.read_text(encoding="utf-8", errors="replace")
             # without the escapes of JSON and Markdown
             found = [place for place in places if f"{place}/" in text.replace("\\", "")]
         if found:

@@ -156,6 +156,18 @@ def test_a_dry_run_writes_the_folder_and_asks_nobody(tmp_path: Path, hub: Hub) -
     assert push(settings.model_copy(update={"force": True})).status == "done"
 
 
+def test_a_dry_run_of_pull_lists_what_would_come(tmp_path: Path, hub: Hub) -> None:
+    pushed = sent(store(tmp_path / "source"), revision="next")
+    hub.asked.clear()
+    settings = PullSettings(repo_id=REPO, save_path=str(tmp_path / "pulled"), revision="next")
+    planned = pull(settings, dry_run=True)
+    assert planned.status == "planned"
+    assert {*planned.data["files"]} == {*pushed.data["files"]} - {"README.md"}
+    assert hub.asked[0] == f"GET /api/models/{REPO}/revision/next"
+    assert {path.rpartition("/")[2] for path in hub.asked[1:]} == {"manifest.json"}
+    assert not (tmp_path / "pulled").exists()
+
+
 def test_no_path_of_this_machine_is_uploaded(tmp_path: Path, hub: Hub) -> None:
     where = adapter(tmp_path / "source", str(tmp_path / "models" / "my-base"))
     result = Result(
