@@ -127,9 +127,9 @@ def resolve(
     missing = [key for key in row.needs if getattr(settings, key) is None]
     if missing:
         keys = ", ".join(f"{row.arguments[key]} (--{key.replace('_', '-')})" for key in missing)
-        places = list(row.arguments.values())
-        last = max(places.index(row.arguments[key]) for key in row.needs)
-        usage = " ".join(["mlxstacks", name, *places[: last + 1]])
+        given = list(row.arguments)
+        last = max(given.index(key) for key in row.needs)
+        usage = " ".join(["mlxstacks", name, *(row.arguments[key] for key in given[: last + 1])])
         raise InputError(f"{where}{name} needs {keys}: {usage}")
     target = None
     if writes:
