@@ -50,7 +50,7 @@ def write_card(
         measured, notes = _result_of(source)
     config = read_config(source / CONFIG) if kind == "adapter" else {}
     recorded = _base_of(config, manifest, measured)
-    base: str = settings.base_model or without_paths(base_name(recorded))
+    base: str = settings.base_model or (recorded and without_paths(base_name(recorded)))
     if settings.base_model and not may_be_hub_id(base):
         raise InputError(f"base_model: got {base[:200]!a}; give a hub id, as in owner/name")
     data = [domain.data for domain in manifest.domains] if manifest else []

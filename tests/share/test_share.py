@@ -260,6 +260,16 @@ def test_the_card_says_what_was_measured_while_it_is_of_these_files(
     card = (tmp_path / "sent" / "README.md").read_text()
     assert "Not shown: the files are not those that were measured." in card
     assert "96.8" not in card
+    (where / "result.json").unlink()
+    del config["model"]
+    (where / "adapter_config.json").write_text(json.dumps(config))
+    sent(where, force=True)
+    assert "base_model" not in head_of(tmp_path)
+    card = (tmp_path / "sent" / "README.md").read_text()
+    assert "| base | not named |" in card
+    assert "Not measured: no result lies next to its files." in card
+    sent(where, force=True, base_model="owner/other", card=False)
+    assert not (tmp_path / "sent" / "README.md").exists()
 
 
 def test_what_should_be_private_is_not_put_where_all_can_see_it(tmp_path: Path, hub: Hub) -> None:

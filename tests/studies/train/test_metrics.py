@@ -6,6 +6,7 @@ Run: pytest tests/studies/train/test_metrics.py
 
 import csv
 import json
+import sqlite3
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_every_number_of_the_log_is_sent_and_stands_in_the_table(
     quiet = settings.model_copy(update={"log_to": None, "log_project": "x", "log_name": None})
     setup = set_up(settings)
     assert setup.identity(settings) == setup.identity(quiet)
+
+
+def test_trackio_itself_keeps_them(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is installed; it writes to a data base on this machine."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))
+    pytest.importorskip("trackio")
+    train_run.run(settings_for(*places, tmp_path / "adapter", log_to="trackio"))
+    with sqlite3.connect(tmp_path / "kept" / "mlxstacks.db") as kept:
+        rows = kept.execute("select step, metrics from metrics order by id").fetchall()
+    assert [step for step, _ in rows] == [e["step"] for e in events(tmp_path / "adapter")]
+    assert json.loads(rows[0][1])["validation/validation_loss"] > 0
 
 
 def test_a_logger_that_fails_stops_nothing(
