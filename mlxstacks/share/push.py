@@ -102,12 +102,10 @@ def _copy(
         if not is_ours or name in VOCABULARY:
             clone_or_link(source / name, staged / name)
             continue
-        value = read_json_object(source / name, unique_keys=False)
-        if manifest is not None:
-            value = manifest.as_json()
+        path = source / name
+        value = manifest.as_json() if manifest else read_json_object(path, unique_keys=False)
         public = without_paths(value)
-        if public != value:
-            changed.append(name)
+        changed += [name] if public != value else []
         if manifest is not None:
             public = Manifest.from_json(public).document()
         write_json(staged / name, public, sort_keys=manifest is not None, allow_nan=True)
