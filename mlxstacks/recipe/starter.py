@@ -24,6 +24,7 @@ from mlxstacks.study.render.console import byte_parts
 
 # What stands in a recipe of one's own model for what nano brings: paths to be put there.
 _PLACES: Mapping[str, Any] = {
+    "repo_id": "you/repository",
     "data": "data", "adapter_path": "adapters", "store_path": "stacks", "persona": "persona",
     "items": "items.jsonl", "domain": "DOMAIN", "stack": "DOMAIN/1", "save_path": "out",
     "other_path": "other-stacks", "prompt": "Who are you?",
