@@ -51,7 +51,8 @@ def starter(command: str, model: str | None, file: str) -> str:
         example: dict[str, Any] = {
             key: values[key] for key in ("arms", "question", "run") if key in values
         }
-        values = {"model": model, **{key: _PLACES[key] for key in needed}, **example}
+        beside = {"other": "other-model"} if "other" in row.arguments else {}
+        values = {"model": model, **beside, **{key: _PLACES[key] for key in needed}, **example}
     places = [key for key in (*row.needs, *row.arguments) if key not in row.nano]
     values |= {key: _PLACES[key] for key in places if key in _PLACES}
     if "save_path" in settings_class.model_fields:

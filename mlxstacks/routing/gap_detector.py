@@ -102,35 +102,37 @@ def fit_detector(rows: GapRows) -> tuple[GapDetector | None, str]:
             f"{count} held-out prompts are too few to test prompts for gaps by "
             f"({LEAST_HELD_OUT} are needed); a gap is where every score is low."
         )
-    tests = list(_candidates(rows.layers))
-    found = {_name(parts): _left_out(rows, parts) for parts in tests}
+    tests = list(candidates(rows.layers))
+    found = {spelled(parts): _left_out(rows, parts) for parts in tests}
     table = {name: rates for name, rates in found.items() if rates}
     note = ""
     if table:
         # the first of equals: fewer tests come before more
         best = max(table, key=lambda name: _mean_rate(table[name]))
-        chosen = next(parts for parts in tests if _name(parts) == best)
+        chosen = next(parts for parts in tests if spelled(parts) == best)
     else:
         chosen = (("nearest prompt", rows.layers[0]),)
         note = "With fewer than two domains no test for gaps could be compared with others."
-    detector = _fitted(rows, chosen)
-    chosen_by: JsonObject = {"test": _name(chosen), "left_out": dict[str, Any](table)}
+    detector = fitted(rows, chosen)
+    chosen_by: JsonObject = {"test": spelled(chosen), "left_out": dict[str, Any](table)}
     rule = replace(detector.rule, chosen_by=chosen_by)
     return GapDetector(rule, detector.tensors), note
 
 
-_Tests = tuple[tuple[GapTest, int], ...]
+Tests = tuple[tuple[GapTest, int], ...]
+"""Tests whose mean is taken, each with its decoder layer, 0 for `energy`."""
 
 
-def _candidates(layers: Sequence[int]) -> Iterator[_Tests]:
+def candidates(layers: Sequence[int]) -> Iterator[Tests]:
+    """The tests that are compared, few before many: each alone, and means of them."""
     yield (("energy", 0),)
-    nearest: _Tests = tuple(("nearest prompt", layer) for layer in layers)
-    far: _Tests = tuple(("mahalanobis", layer) for layer in layers)
+    nearest: Tests = tuple(("nearest prompt", layer) for layer in layers)
+    far: Tests = tuple(("mahalanobis", layer) for layer in layers)
     yield from ((test,) for test in (*nearest, *far))
     yield from (nearest, far, far[-2:], (("energy", 0), *nearest, *far))
 
 
-def _name(tests: _Tests) -> str:
+def spelled(tests: Tests) -> str:
     """As in `energy, mahalanobis 1+8`: each test with its layers."""
     layers: dict[str, list[str]] = {}
     for test, layer in tests:
@@ -142,7 +144,7 @@ def _mean_rate(rates: Mapping[str, Any]) -> float:
     return float(np.mean([rate["rate"] for rate in rates.values()]))
 
 
-def _left_out(rows: GapRows, tests: _Tests) -> dict[str, Any]:
+def _left_out(rows: GapRows, tests: Tests) -> dict[str, Any]:
     """Domain -> the rate at which it is found where the tests never saw it. The router did see it,
     as another domain than the rest, which is to the favour of `energy`.
     """
@@ -155,15 +157,16 @@ def _left_out(rows: GapRows, tests: _Tests) -> dict[str, Any]:
             continue
         if not any(label for label, is_known in zip(rows.labels, known, strict=True) if is_known):
             continue
-        detector = _fitted(_some(rows, known, others), tests)
-        unseen = _some(rows, alone, others)
+        detector = fitted(some_rows(rows, known, others), tests)
+        unseen = some_rows(rows, alone, others)
         at = [rows.layers.index(layer) for layer in detector.layers]
         flags = detector.is_gap(unseen.means[:, at], unseen.logits)
         rates[name] = rate_json(int(flags.sum()), len(flags))
     return rates
 
 
-def _some(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapRows:
+def some_rows(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapRows:
+    """The prompts where chosen (N,) bool holds, with the logits of these domains."""
     return GapRows(
         rows.means[chosen], rows.layers, rows.logits[chosen][:, domains],
         tuple(rows.domains[d] for d in domains),
@@ -172,7 +175,7 @@ def _some(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapRows:
     )  # fmt: skip
 
 
-def _fitted(rows: GapRows, tests: _Tests) -> GapDetector:
+def fitted(rows: GapRows, tests: Tests) -> GapDetector:
     """References and whitening from training prompts, scale and threshold from held-out ones."""
     parts, tensors = [], dict[str, np.ndarray]()
     trained, held_out = ~rows.held_out, rows.held_out

@@ -15,10 +15,10 @@ from mlxstacks.routing.gap_detector import (
     LEAST_HELD_OUT,
     GapDetector,
     GapRows,
-    _fitted,
     candidate_layers,
     detector_of,
     fit_detector,
+    fitted,
 )
 from mlxstacks.routing.router import MetaRouter, router_tensors
 
@@ -37,7 +37,7 @@ def made_rows(rng: np.random.Generator, count: int, centres: np.ndarray) -> GapR
     return GapRows(means, (1, 3), logits, DOMAINS, labels, held_out)
 
 
-def fitted(rows: GapRows) -> GapDetector:
+def chosen_for(rows: GapRows) -> GapDetector:
     detector, note = fit_detector(rows)
     assert detector is not None
     assert not note
@@ -55,7 +55,7 @@ def test_known_prompts_are_flagged_as_rarely_as_promised() -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)
         centres = 6 * rng.normal(size=(3, 1, WIDTH))
-        detector = _fitted(made_rows(rng, 40, centres), (("nearest prompt", 1),))
+        detector = fitted(made_rows(rng, 40, centres), (("nearest prompt", 1),))
         rates.append(flags_of(detector, made_rows(rng, 100, centres)).mean())
     assert np.mean(rates) < FALSE_ALARMS + 3 * np.std(rates) / np.sqrt(len(rates))
 
@@ -63,7 +63,7 @@ def test_known_prompts_are_flagged_as_rarely_as_promised() -> None:
 def test_a_domain_far_from_all_is_found_and_the_choice_says_by_what() -> None:
     rng = np.random.default_rng(0)
     centres = 6 * rng.normal(size=(4, 1, WIDTH))
-    detector = fitted(made_rows(rng, 60, centres[:3]))
+    detector = chosen_for(made_rows(rng, 60, centres[:3]))
     unseen = centres[3] + rng.normal(size=(200, 2, WIDTH))
     at = [(1, 3).index(layer) for layer in detector.layers]
     assert detector.is_gap(unseen[:, at], np.full((200, 3), -4.0)).mean() > 0.9
@@ -80,7 +80,7 @@ def test_mahalanobis_is_the_distance_by_the_shrunk_covariance(seed: int, count: 
     """Against the formula with the whole matrix (Ledoit & Wolf 2004, lemma 3.2 to 3.5)."""
     rng = np.random.default_rng(seed)
     rows = made_rows(rng, count, 3 * rng.normal(size=(3, 1, WIDTH)))
-    detector = _fitted(rows, (("mahalanobis", 3),))
+    detector = fitted(rows, (("mahalanobis", 3),))
     part, train = detector.rule.parts[0], ~rows.held_out
     x, labels = rows.means[train][:, 1], [rows.labels[i][0] for i in np.flatnonzero(train).tolist()]
     centres = {name: x[[n == name for n in labels]].mean(axis=0) for name in DOMAINS}
@@ -122,7 +122,7 @@ def test_one_domain_gets_a_test_that_was_not_compared() -> None:
 def test_a_detector_is_kept_with_its_router(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     rows = made_rows(rng, 60, 4 * rng.normal(size=(3, 1, WIDTH)))
-    detector = _fitted(rows, (("nearest prompt", 3), ("energy", 0)))
+    detector = fitted(rows, (("nearest prompt", 3), ("energy", 0)))
     network = MetaRouter(WIDTH, 3, 8, key=mx.random.key(0))
     header = RouterHeader(
         domains=DOMAINS, stacks=dict.fromkeys(DOMAINS, ()), base_model="m",
