@@ -116,6 +116,13 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         "No damage to a stack passes its hash.": (
             "files/test_stack_file.py::test_no_damage_passes_the_hash",
         ),
+        "A store takes a grown domain whole or not at all, and undo puts every byte back.": (
+            "grow/test_grow.py::test_stage_by_stage_ends_as_all_at_once",
+            "grow/test_grow.py::test_undo_puts_every_byte_back",
+        ),
+        "Answers that do not belong to their prompts make no domain.": (
+            "grow/test_grow.py::test_answers_that_do_not_belong_to_their_prompts_are_refused",
+        ),
         "A stack of another base is refused.": (
             "files/test_store.py::test_a_stack_of_another_base_is_refused",
         ),
