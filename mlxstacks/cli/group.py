@@ -186,7 +186,7 @@ class TableCommand(_Translating):
 SECTIONS = {
     "Models and adapters": ("fuse", "compare", "convert", "adapter", "train", "align", "guard"),
     "Stacks and routes": ("stack", "stacks", "route"),
-    "Answers": ("chat", "generate"),
+    "Answers": ("chat", "generate", "serve"),
     "Experiments": ("eval", "confound", "identity", "profile", "sweep", "report"),
     "Recipes": ("init", "recipes", "run"),
 }

@@ -369,6 +369,13 @@ COMMANDS: dict[str, Command] = {
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT", "store_path": "STORE"},
     ),
+    "serve": Command(
+        help="Serve the model, adapters and stacks to OpenAI's and Anthropic's clients.",
+        settings="mlxstacks.routing.settings:ServeSettings",
+        function="mlxstacks.cli.serve:run",
+        render="mlxstacks.cli.serve:render",
+        arguments={"store_path": "STORE"},
+    ),
     "profile": Command(
         help="Profile which experts groups of prompts use, compared with chance.",
         settings="mlxstacks.studies.profile.settings:ProfileSettings",
