@@ -121,17 +121,16 @@ def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
             packs.setdefault(packed, [0.0] * len(routes))[row] = weight
     segments: dict[str, list[Segment]] = {}
     for packed, column in packs.items():
+        weights = mx.array(column, mx.float32)[:, None]  # (B, 1), of all stacks of a pack
         for path, parts in packed.segments.items():
-            segments.setdefault(path, []).extend(_weighed(part, column) for part in parts)
+            for part in parts:
+                if len(set(column)) == 1:
+                    weighed = weighted(part, {stack.name: column[0] for stack in part.ids})
+                else:
+                    own = mx.broadcast_to(weights, (len(column), len(part.ids)))
+                    weighed = replace(part, weights=own, factor=1.0, column=None)
+                segments.setdefault(path, []).append(weighed)
     return {path: tuple(parts) for path, parts in segments.items()}
-
-
-def _weighed(segment: Segment, column: Sequence[float]) -> Segment:
-    """column: the weight of all its stacks, row by row."""
-    if len(set(column)) == 1:
-        return weighted(segment, {stack.name: column[0] for stack in segment.ids})
-    weights = mx.repeat(mx.array(column, mx.float32)[:, None], len(segment.ids), axis=1)
-    return replace(segment, weights=weights, factor=1.0, column=None)
 
 
 def _counts(entries: Sequence[Any]) -> list[mx.array]:
