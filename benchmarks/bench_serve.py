@@ -33,7 +33,7 @@ from mlxstacks import base_model
 from mlxstacks.nano.exports import nano_paths
 
 ADAPTERS = 4
-WORDS = "islands trade red flags with a king who counts apples and ships at night".split()
+WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts", "apples")
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ def load(
 
     def client(number: int) -> None:
         for turn in range(requests):
-            words = WORDS[(number + turn) % 7 :] * 4
-            prompt = f"{salt} {number} {turn}: {' '.join(words)}"
+            words = " ".join(WORDS[(number + turn) % 7 :] * 3)
+            prompt = f"Story {salt} {number} {turn}, about {words}. Once upon a time, there"
             answers.append(complete(port, prompt, tokens, fields[(number + turn) % len(fields)]))
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]

@@ -152,6 +152,14 @@ def load(
     return model, tokenizer, config
 
 
+def copy_tokenizer(tokenizer: Any, model: nn.Module) -> Any:
+    """One of the same model for another thread: a tokenizer is of one thread at a time."""
+    copied = copy.deepcopy(tokenizer)
+    if rows := _embedding_rows(model):
+        bind_vocabulary(copied, rows)
+    return copied
+
+
 def check_forward(model: nn.Module) -> None:
     """Build the graph of one token, so that what a config says and no layer takes (a `rope_theta`
     of text) is met here. Nothing is evaluated, but where a class itself does so while it builds

@@ -11,6 +11,7 @@ from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.requests import Ask, Begun, Piece
 from mlxstacks.serve.wire import (
     MOST_CALLS_OF_TOOLS,
+    MOST_MESSAGES,
     Answer,
     Body,
     Name,
@@ -52,7 +53,7 @@ class Tool(Body):
 
 class MessagesBody(Body):
     model: Name
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: int = Field(ge=1)
     system: str | list[Block] | None = None
     temperature: Temperature | None = None

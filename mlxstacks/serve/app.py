@@ -7,7 +7,6 @@ wait in a queue of the request for a client that is slow to read them.
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,9 +21,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxstacks.errors import InputError
+from mlxstacks.routing.generation import Prompt
 from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve import anthropic_api, openai_api
 from mlxstacks.serve.engine import Engine
+from mlxstacks.serve.naming import is_loopback
 from mlxstacks.serve.requests import Begun, Event, Piece, Refused, Ticket
 from mlxstacks.serve.wire import Answer, Speaker
 
@@ -120,21 +121,6 @@ class Gate:
         return None
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host, with or without a port, is this machine itself."""
-    name = host.strip().lower()
-    if name.startswith("["):
-        name = name[1:].partition("]")[0]
-    elif name.count(":") == 1:
-        name = name.partition(":")[0]
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
 async def answer(request: Request, api: Api, engine: Engine, settings: ServeSettings) -> Response:
     """One request, from its body to its response."""
     began = time.perf_counter()
@@ -147,12 +133,13 @@ async def answer(request: Request, api: Api, engine: Engine, settings: ServeSett
                 {"connection": "close"},
             )  # fmt: skip
         speaker = await asyncio.to_thread(api.speak, data, settings)
+        prompt = await asyncio.to_thread(engine.encode, speaker.ask)
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS} seconds"
         return JSONResponse(api.error(408, message), 408, {"connection": "close"})
     except InputError as error:
         return JSONResponse(api.error(400, str(error)), 400)
-    events = Events(speaker, engine, settings)
+    events = Events(speaker, prompt, engine, settings)
     try:
         first = await _unless_gone(request, events.get())
         if isinstance(first, Begun):
@@ -180,7 +167,9 @@ async def answer(request: Request, api: Api, engine: Engine, settings: ServeSett
 class Events:
     """What the engine says of one request."""
 
-    def __init__(self, speaker: Speaker, engine: Engine, settings: ServeSettings) -> None:
+    def __init__(
+        self, speaker: Speaker, prompt: Prompt, engine: Engine, settings: ServeSettings
+    ) -> None:
         self.speaker, self.seconds = speaker, settings.most_seconds
         self._left = speaker.ask.n
         waiting: asyncio.Queue[Event] = asyncio.Queue()
@@ -191,7 +180,7 @@ class Events:
                 loop.call_soon_threadsafe(waiting.put_nowait, event)
 
         self.get = waiting.get
-        self.ticket = Ticket(speaker.ask, deliver, settings.most_seconds)
+        self.ticket = Ticket(speaker.ask, prompt, deliver, settings.most_seconds)
         engine.submit(self.ticket)
 
     async def pieces(self) -> AsyncIterator[Piece | Refused]:

@@ -2,7 +2,7 @@
 
     engine = Engine(settings)
     engine.start()                      # loads the model; raises what loading raises
-    engine.submit(Ticket(ask, deliver, seconds))
+    engine.submit(Ticket(ask, engine.encode(ask), deliver, seconds))
 
 A request is admitted, refused or queued nowhere: its route is decided, its stacks are held in
 memory, what its caches may take is predicted, and its prompt joins the batch at once, behind the
@@ -69,14 +69,14 @@ class Row:
 class Engine:
     """models: what clients can name, as it is now; counts: since the start, by name.
 
-    Other threads may read them, and call `start`, `submit` and `stop`; everything else belongs to
-    the engine's own thread, as MLX's arrays do.
+    Other threads may read them, and call `start`, `encode`, `submit` and `stop`; everything else
+    belongs to the engine's own thread, as MLX's arrays do.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._opened = threading.Event()
+        self._opened, self._encoding = threading.Event(), threading.Lock()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.counts: Counter[str] = Counter()
@@ -94,6 +94,30 @@ class Engine:
         self._opened.wait()
         if self._failure is not None:
             raise self._failure
+
+    def encode(self, ask: Ask) -> Prompt:
+        """What the model reads of a request; in any thread, one request at a time.
+
+        Raises: InputError: nothing, or more than the context holds next to an answer; the chat
+            template refuses the messages.
+        """
+        with self._encoding:
+            tokenizer = self._copied_tokenizer
+            if ask.text is None:
+                rendering = Rendering(self._settings.thinking)
+                prompt = encode_prompt(tokenizer, ask.messages, rendering, self._context, ask.tools)
+            else:
+                tokens = encode_text(ask.text, tokenizer, limit=self._context)
+                tokens = [*begin_mark(tokenizer), *tokens][: self._context]
+                prompt = Prompt(tuple(tokens), max(0, len(tokens) - 1))
+        if not prompt.tokens:
+            raise InputError("the prompt is empty: it has no tokens")
+        if len(prompt.tokens) >= self._context:
+            raise InputError(
+                f"the prompt has at least {len(prompt.tokens):,} tokens; the model's context is "
+                f"{self._context:,} and has to hold the answer too"
+            )
+        return prompt
 
     def submit(self, ticket: Ticket) -> None:
         """Its events come by `ticket.deliver`: `Begun` and pieces until each answer has a finish,
@@ -135,6 +159,8 @@ class Engine:
         settings = self._settings
         base = open_base(settings, self.notes)
         self._model, self._tokenizer = base.model, base.tokenizer
+        # to encode a long prompt must not keep the rows waiting
+        self._copied_tokenizer = base_model.copy_tokenizer(base.tokenizer, base.model)
         self._context = base.context_tokens or 1 << 30
         self.base_name = base_name(settings.model or base.checkpoint.directory)
         self._budget = settings.budget or default_budget()
@@ -233,13 +259,8 @@ class Engine:
                 f"{len(self._rows)} answers are under way and {ask.n} more are asked for; at most "
                 f"{self._settings.concurrency} are written at the same time"
             )
-        prompt = self._prompt(ask)
+        prompt = ticket.prompt
         limit = min(ask.sampling.max_tokens, self._context - len(prompt.tokens))
-        if limit < 1:
-            raise InputError(
-                f"the prompt has at least {len(prompt.tokens):,} tokens; the model's context is "
-                f"{self._context:,} and has to hold the answer too"
-            )
         route = self._route(ask)
         total = len(prompt.tokens) + limit
         lengths = [row.total for row in self._rows.values()] + [total] * ask.n
@@ -262,16 +283,6 @@ class Engine:
             first.seconds, len(prompt.tokens), min(cached),
         )  # fmt: skip
         ticket.deliver(begun)
-
-    def _prompt(self, ask: Ask) -> Prompt:
-        if ask.text is None:
-            rendering = Rendering(self._settings.thinking)
-            return encode_prompt(self._tokenizer, ask.messages, rendering, self._context, ask.tools)
-        tokens = encode_text(ask.text, self._tokenizer, limit=self._context)
-        tokens = [*begin_mark(self._tokenizer), *tokens][: self._context]
-        if not tokens:
-            raise InputError("the prompt is empty: it has no tokens")
-        return Prompt(tuple(tokens), len(tokens) - 1)
 
     def _route(self, ask: Ask) -> Route:
         """With the weights of all that is to answer."""

@@ -1,4 +1,4 @@
-"""What the `model` of a request can name: never a path, never a hub id.
+"""Names: what the `model` of a request can name, never a path, never a hub id; and hosts.
 
 A request's model is one of
 
@@ -9,6 +9,7 @@ A request's model is one of
     routed                              those that the router chooses for the last user message
 """
 
+import ipaddress
 from collections.abc import Sequence
 
 from mlxstacks.errors import InputError
@@ -44,3 +45,18 @@ def parse_model(model: str, base_name: str, names: Sequence[str]) -> str | tuple
 def _message(model: str, base_name: str, names: Sequence[str]) -> str:
     listed = ", ".join([BASE, base_name, *names, UNGATED, ROUTED])
     return f"no model {model[:100]!a}; there are: {listed}, and sets such as base+NAME,NAME"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, with or without a port, is this machine itself."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

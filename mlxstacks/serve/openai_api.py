@@ -14,6 +14,7 @@ from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.requests import Ask, Begun, Piece, TokenLogprob
 from mlxstacks.serve.wire import (
     MOST_CALLS_OF_TOOLS,
+    MOST_MESSAGES,
     Answer,
     Body,
     Name,
@@ -49,7 +50,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    role: Name
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_CALLS_OF_TOOLS)
@@ -127,7 +128,7 @@ class ResponseFormat(Body):
 
 
 class ChatBody(Shared):
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlxstacks.routing.generation import Sampling
+from mlxstacks.routing.generation import Prompt, Sampling
 from mlxstacks.serve.text import Part
 
 # stop: the model ended it, or a stop text. length: max_tokens, the context or the time.
@@ -92,9 +92,12 @@ Event = Begun | Piece | Refused
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way. deliver: takes events, in the engine's thread. seconds: it may take."""
+    """A request on its way. prompt: of `Engine.encode`. deliver: takes events, in the engine's
+    thread. seconds: it may take.
+    """
 
     ask: Ask
+    prompt: Prompt
     deliver: Callable[[Event], None]
     seconds: float
     began: float = field(default_factory=time.monotonic)

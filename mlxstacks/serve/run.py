@@ -10,13 +10,10 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.routing.settings import ServeSettings
+from mlxstacks.serve.naming import is_loopback
 
 KEY_VARIABLE = "MLXSTACKS_API_KEY"
 SHORTEST_KEY = 16
-# A connection that has sent no whole head by then, or keeps silent between two requests.
-_IDLE_SECONDS = 10
-_MOST_HEAD_BYTES = 32_768
-_MOST_CONNECTIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ def api_key(settings: ServeSettings) -> str | None:
     Raises: InputError: it cannot be read, or is too short to be one; other machines could come in
         without one.
     """
-    from mlxstacks.serve.app import is_loopback
-
     key = os.environ.get(KEY_VARIABLE) or None
     if settings.api_key_file is not None:
         path = user_path(settings.api_key_file)
@@ -68,50 +63,28 @@ def serve(settings: ServeSettings, ready: Callable[[str, list[str]], None]) -> S
     Raises: InputError: uvicorn and starlette are not installed; the address cannot be used; the
         model, store or adapters cannot. StoreError: the store is damaged.
     """
+    key = api_key(settings)
     try:
-        import uvicorn
-        from uvicorn.protocols.http.h11_impl import H11Protocol
-    except ImportError:
+        from mlxstacks.serve.app import build_app
+        from mlxstacks.serve.web import web_server
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn", "h11"):
+            raise
         raise InputError(
             "serving needs starlette and uvicorn: pip install 'mlxstacks[serve]'"
         ) from None
-    from mlxstacks.serve.app import build_app
     from mlxstacks.serve.engine import Engine
 
-    class Protocol(H11Protocol):
-        """uvicorn waits without end for the head of a request; this does not."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(_IDLE_SECONDS, self._look, None)
-
-        def _look(self, before: object) -> None:
-            if self.transport.is_closing():
-                return
-            idle = self.cycle is None or self.cycle.response_complete
-            if idle and self.cycle is before:
-                self.transport.close()
-            else:
-                self.loop.call_later(_IDLE_SECONDS, self._look, self.cycle if idle else self)
-
-    key = api_key(settings)
     listener = _listen(settings.host, settings.port)
     with listener:
         engine = Engine(settings)
         engine.start()
         try:
-            config = uvicorn.Config(
-                build_app(engine, settings, key), http=Protocol, ws="none", lifespan="off",
-                log_config=None, access_log=False, server_header=False, proxy_headers=False,
-                timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=5,
-                limit_concurrency=_MOST_CONNECTIONS,
-                h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
-            )  # fmt: skip
             host, port = listener.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             ready(url, list(engine.notes))
             with suppress(KeyboardInterrupt):  # how uvicorn says that it was ended
-                uvicorn.Server(config).run(sockets=[listener])
+                web_server(build_app(engine, settings, key)).run(sockets=[listener])
         finally:
             engine.stop()
     return Served(

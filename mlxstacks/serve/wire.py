@@ -16,6 +16,7 @@ from mlxstacks.routing.settings import MOST_TEMP, ServeSettings
 from mlxstacks.serve.requests import Ask, Begun, Finish, Piece, TokenLogprob
 
 MOST_CALLS_OF_TOOLS = 128
+MOST_MESSAGES = 2000
 _MOST_FAULTS = 5
 
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
