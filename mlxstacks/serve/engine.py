@@ -186,6 +186,12 @@ class Engine:
         )
         self._prefixes = base_model.prefix_cache(_PREFIXES)
 
+    def _refresh(self) -> None:
+        """Go by what the store is now."""
+        if self._pool.refresh():
+            self._router = None
+            self._announce()
+
     def _announce(self) -> None:
         store = self._pool.store
         modes = [UNGATED] if self._pool.domains else []
@@ -195,6 +201,7 @@ class Engine:
 
     def _serve(self) -> None:
         while True:
+            self._refresh()
             for ticket in self._tickets():
                 if ticket is None:
                     return
@@ -251,9 +258,7 @@ class Engine:
     def _insert(self, ticket: Ticket) -> None:
         """Raises: as `_admit` answers."""
         ask = ticket.ask
-        if self._pool.refresh():
-            self._router = None
-            self._announce()
+        self._refresh()
         if len(self._rows) + ask.n > self._settings.concurrency:
             raise ResourceLimitError(
                 f"{len(self._rows)} answers are under way and {ask.n} more are asked for; at most "
