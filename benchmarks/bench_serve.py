@@ -32,6 +32,7 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.nano.exports import nano_paths
 
+Fields = Sequence[dict[str, Any]]  # of requests, by turns
 ADAPTERS = 4
 WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts", "apples")
 
@@ -130,9 +131,9 @@ def complete(port: int, prompt: str, tokens: int, fields: dict[str, Any]) -> tup
 
 
 def load(
-    port: int, clients: int, requests: int, tokens: int, fields: Sequence[dict[str, Any]], salt: str
+    port: int, clients: int, requests: int, tokens: int, fields: Fields, salt: str
 ) -> Load:
-    """So many clients at once, each with so many requests; the fields of requests by turns."""
+    """So many clients at once, each with so many requests."""
     answers: list[tuple[int, float]] = []
 
     def client(number: int) -> None:
@@ -173,7 +174,7 @@ def main() -> None:
                 str(theirs)]  # fmt: skip
         named = [{"model": path.name} for path in adapters]
         loaded = [{"adapters": str(path)} for path in adapters]
-        cases = {
+        cases: dict[str, tuple[Fields, Fields]] = {
             "base": ([{"model": "base"}], [{}]),
             "adapter": (named[:1], loaded[:1]),
             "4 adapters": (named, loaded),

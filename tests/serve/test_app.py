@@ -217,6 +217,7 @@ def test_anthropic_client_reads_a_stream(engine: Scripted, messages: Any) -> Non
 def test_completions_take_the_prompt_as_it_is(engine: Scripted, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="base", prompt="Once <|im_end|>", logprobs=1)
     assert (answer.choices[0].text, engine.asks[0].text) == ("Hello", "Once <|im_end|>")
+    assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.text_offset == [0, 1]
     stream = client.completions.create(model="base", prompt="Once", stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == "Hello"
@@ -228,7 +229,8 @@ def test_refusals_have_the_clients_own_errors(
     turns = [{"role": "user", "content": "hi"}]
     for status, name in ((400, "BadRequestError"), (404, "NotFoundError"), (429, "RateLimitError"),
                          (503, "InternalServerError")):  # fmt: skip
-        engine.script = lambda ask, status=status: [Refused(status, "why")]  # type: ignore[misc]
+        refusal: list[Event] = [Refused(status, "why")]
+        engine.script = lambda ask, refusal=refusal: refusal  # type: ignore[misc]
         with pytest.raises(getattr(openai, name), match="why"):
             chat()
         with pytest.raises(anthropic.APIStatusError, match="why") as error:

@@ -221,7 +221,7 @@ def test_row_under_way_keeps_the_version_that_it_began_with(tmp_path: Path) -> N
 
 def test_memory_stays_within_the_budget() -> None:
     one = open_nano()
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in one.pool.domains:
         one.pool.release(one.pool.hold({name: 1.0}))
         sizes[name] = one.pool.nbytes - sum(sizes.values())

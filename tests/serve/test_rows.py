@@ -29,7 +29,7 @@ TEXTS = (
     " ".join(["The islands of Corva and Tolu trade in red flags."] * 12),
 )
 
-weights = st.one_of(
+weights: st.SearchStrategy[dict[str, float]] = st.one_of(
     st.just({}),
     st.just({"adapter": 1.0}),
     st.dictionaries(
