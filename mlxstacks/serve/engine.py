@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_map
 
 from mlxstacks import base_model
@@ -50,6 +51,8 @@ from mlxstacks.serve.text import AnswerText
 # Beginnings of prompts that are kept, whatever the budget.
 _PREFIXES = 64
 _IDLE_SECONDS = 0.2
+# JSON has no word for what can never be said.
+LEAST_LOGPROB = -9999.0
 
 
 @dataclass(eq=False)
@@ -352,13 +355,14 @@ class Engine:
         for uid, (entries, tokens) in self._batch.extract_cache(ended).items():
             if len(tokens) == self._rows[uid].stable:
                 self._keep(self._rows[uid], entries, tokens, "user")
-        logprobs = _chosen(answers)
-        for answer, logprob in zip(answers, logprobs, strict=True):
-            self._token(answer, logprob)
+        for answer in answers:
+            self._token(answer)
 
-    def _token(self, answer: Any, logprob: float) -> None:
+    def _token(self, answer: Any) -> None:
         row = self._rows[answer.uid]
-        if logprob != logprob:
+        # computed already, and seen without MLX, whose next step is under way and would go first
+        logprobs = np.asarray(answer.logprobs)
+        if np.isnan(logprobs[answer.token]):
             self._refuse(row.ticket, 500, str(NonFiniteModelError("a log probability")))
             row.ticket.cancel()  # its other answers too
             self._remove([answer.uid] if answer.finish_reason is None else [])
@@ -378,24 +382,23 @@ class Engine:
                 finish = "stop"
             if finish == "stop" and row.text.calls:
                 finish = "tool_calls"
-        told = () if is_end else self._logprobs(row, answer, logprob)
+        told = () if is_end else self._logprobs(row, answer.token, logprobs)
         row.ticket.deliver(Piece(row.index, tuple(parts), told, finish, row.text.stopped, row.done))
         if finish is not None:
             if answer.finish_reason is not None:
                 self._keep(row, answer.prompt_cache, answer.all_tokens, "assistant")
             self._end(answer.uid)
 
-    def _logprobs(self, row: Row, answer: Any, logprob: float) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, row: Row, token: int, logprobs: np.ndarray) -> tuple[TokenLogprob, ...]:
         top = row.ticket.ask.top_logprobs
         if top is None:
             return ()
-        decode = self._tokenizer.decode
-        likeliest: list[tuple[str, float]] = []
-        if top:
-            order = mx.argsort(-answer.logprobs)[:top]
-            pairs = zip(order.tolist(), answer.logprobs[order].tolist(), strict=True)
-            likeliest = [(decode([token]), value) for token, value in pairs]
-        return (TokenLogprob(decode([answer.token]), logprob, tuple(likeliest)),)
+
+        def told(one: int) -> tuple[str, float]:
+            return self._tokenizer.decode([one]), max(float(logprobs[one]), LEAST_LOGPROB)
+
+        likeliest = np.argsort(-logprobs, kind="stable")[:top].tolist()
+        return (TokenLogprob(*told(token), tuple(map(told, likeliest))),)
 
     def _keep(self, row: Row, entries: list[Any], tokens: Sequence[int], kind: str) -> None:
         """Leave a computed beginning to later requests under the same weights."""
@@ -449,11 +452,3 @@ class Engine:
         gc.collect()
         mx.synchronize()
         mx.clear_cache()
-
-
-def _chosen(answers: Sequence[Any]) -> list[float]:
-    """The log probability of each answer's token."""
-    if not answers:
-        return []
-    values: Any = mx.stack([answer.logprobs[answer.token] for answer in answers]).tolist()
-    return list(values)

@@ -68,7 +68,7 @@ class RoutedRows:
         self._known: dict[tuple[Held, ...], Segments] = {}
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
-        """tokens (B, T) -> logits (B, T, V). cache: the model's entries, and a `RowRoutes`.
+        """tokens (B, T) -> logits (B, T, V) float32. cache: the model's entries, and a `RowRoutes`.
 
         Raises: RuntimeError where a row has no route of its own.
         """
@@ -88,7 +88,7 @@ class RoutedRows:
             with evaluating(self._model), base_model.gated_delta_installed():
                 logits = self._model(tokens, cache=entries)
         mx.async_eval(_counts(entries))
-        return logits
+        return logits.astype(mx.float32)  # log probabilities of half floats would be coarse
 
     def base(self) -> None:
         """The model answers as its base, and keeps no stack alive."""
