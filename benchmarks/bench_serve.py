@@ -12,6 +12,7 @@ ours: four adapters in one batch against the same load on one of them. Last line
 import argparse
 import http.client
 import json
+import os
 import re
 import socket
 import statistics
@@ -39,10 +40,13 @@ WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts
 
 @dataclass(frozen=True)
 class Load:
-    """tokens a second of all clients together; first_ms: median time to the first token."""
+    """tokens a second of all clients together; first_ms: median time to the first token. cpu_ms: of
+    the server, for a token: what says most on a machine that is shared.
+    """
 
     tokens_per_second: float
     first_ms: float
+    cpu_ms: float
     tokens: int
 
 
@@ -78,7 +82,7 @@ def write_adapters(model_path: Path, directory: Path) -> list[Path]:
 
 
 @contextmanager
-def running(command: Sequence[str], port: int) -> Iterator[None]:
+def running(command: Sequence[str], port: int) -> Iterator[int]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
@@ -88,7 +92,7 @@ def running(command: Sequence[str], port: int) -> Iterator[None]:
                 break
             except OSError:
                 time.sleep(0.2)
-        yield
+        yield process.pid
     finally:
         process.terminate()
         process.wait(timeout=30)
@@ -99,6 +103,12 @@ def ask_health(port: int) -> None:
     connection.request("GET", "/health")
     connection.getresponse().read()
     connection.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used; Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -140,8 +150,11 @@ def retried(ask: Callable[[], tuple[int, float]]) -> tuple[int, float]:
     raise ConnectionError("refused a hundred times")
 
 
-def load(port: int, clients: int, requests: int, tokens: int, fields: Fields, salt: str) -> Load:
-    """So many clients at once, each with so many requests."""
+def load(
+    server: tuple[int, int], clients: int, requests: int, tokens: int, fields: Fields, salt: str
+) -> Load:
+    """So many clients at once, each with so many requests. server: its process and its port."""
+    pid, port = server
     answers: list[tuple[int, float]] = []
 
     def client(number: int) -> None:
@@ -152,7 +165,7 @@ def load(port: int, clients: int, requests: int, tokens: int, fields: Fields, sa
             answers.append(retried(lambda p=prompt, w=wanted: complete(port, p, tokens, w)))
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
-    began = time.perf_counter()
+    began, before = time.perf_counter(), cpu_seconds(pid)
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -160,7 +173,9 @@ def load(port: int, clients: int, requests: int, tokens: int, fields: Fields, sa
     seconds = time.perf_counter() - began
     assert len(answers) == clients * requests
     said = sum(count for count, _ in answers)
-    return Load(said / seconds, 1000 * statistics.median(t for _, t in answers), said)
+    first = statistics.median(seconds for _, seconds in answers)
+    cpu = cpu_seconds(pid) - before
+    return Load(said / seconds, 1000 * first, 1000 * cpu / said, said)
 
 
 def main() -> None:
@@ -189,15 +204,18 @@ def main() -> None:
             "4 adapters": (named, loaded),
         }
         results = []
-        with running(serve, ours), running(peer, theirs):
+        with running(serve, ours) as pid, running(peer, theirs) as their_pid:
+            servers = (pid, ours), (their_pid, theirs)
             for clients in map(int, options.clients.split(",")):
                 for case, fields in cases.items():
                     runs: dict[str, list[Load]] = {"mlxstacks": [], "mlx_lm": []}
                     for repeat in range(options.repeats + 1):
-                        for name, port, wanted in zip(runs, (ours, theirs), fields, strict=True):
+                        for name, server, wanted in zip(runs, servers, fields, strict=True):
                             salt = f"{case} {clients} {repeat}"
                             runs[name].append(
-                                load(port, clients, options.requests, options.tokens, wanted, salt)
+                                load(
+                                    server, clients, options.requests, options.tokens, wanted, salt
+                                )
                             )
                     results.append(row(clients, case, runs))
         print(json.dumps({"model": options.model.name, "rows": results}))
@@ -211,6 +229,7 @@ def row(clients: int, case: str, runs: dict[str, list[Load]]) -> dict[str, Any]:
             one.tokens_per_second for one in loads[1:]
         )
         found[f"{name}_first_ms"] = statistics.median(one.first_ms for one in loads[1:])
+        found[f"{name}_cpu_ms"] = statistics.median(one.cpu_ms for one in loads[1:])
         found[f"{name}_tokens"] = loads[-1].tokens
     found["ratio"] = found["mlxstacks_tokens_per_second"] / found["mlx_lm_tokens_per_second"]
     shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in found.items()}

@@ -12,6 +12,7 @@ beginning that an earlier request under the same weights has left.
 import gc
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -84,6 +85,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.counts: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
+        self._measured = 0.0
         self.models: tuple[str, ...] = ()
         self.notes: list[str] = []
 
@@ -218,7 +220,8 @@ class Engine:
                     self.counts["failures"] += 1
                     self._end_all(500, f"the batch failed: {type(error).__name__}: {error}")
                     self._restart()
-            self._measure()
+            if not self._rows or time.monotonic() - self._measured > _IDLE_SECONDS:
+                self._measure()
 
     def _tickets(self) -> Iterator[Ticket | None]:
         """All that wait; while nothing else is to do, after waiting for one."""
@@ -229,6 +232,7 @@ class Engine:
                 yield self._inbox.get_nowait()
 
     def _measure(self) -> None:
+        self._measured = time.monotonic()
         self.gauges = {
             "rows": len(self._rows),
             "stack_bytes": self._pool.nbytes,
@@ -253,6 +257,9 @@ class Engine:
             self._refuse(ticket, 400, str(error))
         except StoreError as error:
             self._refuse(ticket, 503, str(error))
+        except (RuntimeError, MemoryError, OSError) as error:  # MLX's, while it loads or routes
+            self.counts["failures"] += 1
+            self._refuse(ticket, 500, f"{type(error).__name__}: {error}")
 
     def _refuse(self, ticket: Ticket, status: int, message: str) -> None:
         self.counts[f"refused_{status}"] += 1
@@ -277,20 +284,24 @@ class Engine:
         try:
             for _ in range(ask.n):
                 helds.append(self._pool.hold(route.weights, predicted))
+            self._trim(predicted)
+            cached = [self._begin(ticket, i, prompt, held, limit) for i, held in enumerate(helds)]
         except BaseException:
+            begun = [uid for uid, row in self._rows.items() if row.ticket is ticket]
+            self._remove(begun)
+            for uid in begun:
+                del self._rows[uid]
             for held in helds:
                 self._pool.release(held)
             raise
-        self._trim(predicted)
-        cached = [self._begin(ticket, i, prompt, held, limit) for i, held in enumerate(helds)]
         first = helds[0]
         self.counts["prompt_tokens"] += len(prompt.tokens) * ask.n
         self.counts["cached_tokens"] += sum(cached)
-        begun = Begun(
+        told = Begun(
             route.mode, first.weights, route.scores, route.gap, first.loaded, first.resident,
             first.seconds, len(prompt.tokens), min(cached),
         )  # fmt: skip
-        ticket.deliver(begun)
+        ticket.deliver(told)
 
     def _route(self, ask: Ask) -> Route:
         """With the weights of all that is to answer."""
