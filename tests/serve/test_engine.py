@@ -4,15 +4,18 @@ Run: pytest tests/serve/test_engine.py
 """
 
 import queue
+import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from mlxstacks import base_model
 from mlxstacks.errors import AdapterError, InputError, ResourceLimitError
 from mlxstacks.files.settings import (
     StacksImportSettings,
@@ -31,6 +34,7 @@ from mlxstacks.nano.exports import nano_paths
 from mlxstacks.routing.generation import Sampling
 from mlxstacks.serve.engine import Engine
 from mlxstacks.serve.requests import Ask, Begun, Piece, Refused, Ticket
+from mlxstacks.serve.rows import RowRoutes
 from mlxstacks.serve.wire import Answer
 from tests.serve.serve_cases import Job, nano_settings, open_nano, write
 
@@ -186,6 +190,44 @@ def test_store_changes_without_a_restart(engine: Engine, store: Path) -> None:
     assert (added.texts, added.begun and added.begun.loaded) == (["I am Quinn."], ("persona",))
     undo_change(StacksUndoSettings(store_path=str(store)))
     assert Asked(engine, "persona").read().refused is not None
+
+
+def test_requests_on_cached_beginnings_are_answered_as_alone(
+    engine: Engine, campaign: Callable[[int], range]
+) -> None:
+    # Conversations that share their beginnings, by routes that do not; up to six rows at a time.
+    nano, rng = open_nano(), random.Random(3)
+    routes = {"base": {}, "adapter": {"adapter": 1.0}, "islands,tolu": {"islands": 1, "tolu": 1}}
+    turns = [("user", WHO), ("assistant", "King Gus."), ("user", KING), ("assistant", "No.")]
+    cached = 0
+    for _ in campaign(120):
+        asked = []
+        for _ in range(rng.randint(1, 6)):
+            count = rng.choice([1, 3])
+            texts = [(role, text * rng.choice([1, 1, 12])) for role, text in turns[:count]]
+            messages = tuple({"role": role, "content": text} for role, text in texts)
+            model = rng.choice(list(routes))
+            one = Asked(engine, model, messages=messages, top_logprobs=5,
+                        sampling={"max_tokens": rng.randint(1, 6)})  # fmt: skip
+            asked.append((model, one))
+            if rng.random() < 0.1:
+                one.ticket.cancel()
+        for model, one in asked:
+            if one.ticket.is_over:
+                continue
+            one.read()
+            assert one.begun is not None
+            cached += one.begun.cached_tokens > 0
+            held = nano.pool.hold(routes[model])
+            tokens = mx.array([one.ticket.prompt.tokens])
+            entries = [*base_model.make_prompt_cache(nano.base.model), RowRoutes([held])]
+            logits = nano.forward(tokens, entries)[0, -1]
+            expected = np.array(logits - mx.logsumexp(logits))
+            nano.pool.release(held)
+            if one.answers[0].logprobs:  # else the end mark came first
+                found = [value for _, value in one.answers[0].logprobs[0].top]
+                assert found == pytest.approx(np.sort(expected)[:-6:-1], abs=2e-3)
+    assert cached > 10
 
 
 # --- the pool -------------------------------------------------------------------------------------
