@@ -6,17 +6,26 @@ wait in a queue of the request for a client that is slow to read them.
 """
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,6 +39,8 @@ from mlxstacks.serve.requests import Begun, Event, Piece, Refused, Ticket
 from mlxstacks.serve.wire import Answer, Speaker
 
 BODY_SECONDS = 30
+# They tell nothing of the model: whether it lives, and the page, which asks for the key itself.
+OPEN_PATHS = ("/", "/health")
 # Behind the last token: for a client to take what is left.
 _READ_SECONDS = 60
 _log = logging.getLogger("mlxstacks.serve")
@@ -52,7 +63,7 @@ APIS = (
 
 
 def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIApp:
-    """key: that every request but `/health` has to have; None: none is needed."""
+    """key: that every request but those of `OPEN_PATHS` has to have; None: none is needed."""
 
     def answering(api: Api) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -80,7 +91,14 @@ def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIA
         )
 
     created = int(time.time())
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    policy = page_policy(page)
+
+    async def index(request: Request) -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": policy})
+
     routes = [
+        Route("/", index),
         *map(answering, APIS), Route("/health", health), Route("/metrics", metrics),
         Route("/v1/models", models), Route("/v1/models/{name:path}", model),
     ]  # fmt: skip
@@ -108,7 +126,7 @@ class Gate:
             # a page of another site may send the browser here under a name of its own
             if not is_loopback(request.headers.get("host", "").rpartition("@")[2]):
                 return 403, "this server answers to 127.0.0.1 and localhost alone"
-        elif request.url.path != "/health":
+        elif request.url.path not in OPEN_PATHS:
             words = request.headers.get("authorization", "").split(" ", 1)
             given = words[1] if len(words) == 2 and words[0].lower() == "bearer" else ""
             given = given or request.headers.get("x-api-key", "")
@@ -282,6 +300,19 @@ def _model(name: str, created: int) -> dict[str, Any]:
         "id": name, "object": "model", "created": created, "owned_by": "mlxstacks",
         "type": "model", "display_name": name, "created_at": at,
     }  # fmt: skip
+
+
+def page_policy(page: str) -> str:
+    """What a browser may do for the page: its own script and style, and requests to this server."""
+    inside = {}
+    for tag in ("script", "style"):
+        text = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        inside[tag] = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{inside['script']}'; connect-src 'self'; "
+        f"style-src 'sha256-{inside['style']}'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
 
 
 def metrics_text(engine: Engine) -> str:
