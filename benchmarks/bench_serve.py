@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def load(
             words = " ".join(WORDS[(number + turn) % 7 :] * 3)
             prompt = f"Story {salt} {number} {turn}, about {words}. Once upon a time, there"
             wanted = fields[(number + turn) % len(fields)]
-            answers.append(retried(lambda p=prompt, w=wanted: complete(port, p, tokens, w)))
+            answers.append(retried(partial(complete, port, prompt, tokens, wanted)))
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
     began, before = time.perf_counter(), cpu_seconds(pid)

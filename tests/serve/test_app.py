@@ -468,7 +468,7 @@ addEventListener("DOMContentLoaded", async () => {
 
 
 def test_page_chats_in_a_browser(tmp_path: Path) -> None:
-    engine = Scripted()
+    engine: Any = Scripted()
     engine.models = ("base-model", "math", "ungated", "routed")
     said = [Part("reasoning", "hm"), Part("text", "<i>Hel"), Part("text", "lo</i>")]
     engine.script = lambda ask: [BEGUN, *pieces(said)]

@@ -197,6 +197,7 @@ def test_requests_on_cached_beginnings_are_answered_as_alone(
 ) -> None:
     # Conversations that share their beginnings, by routes that do not; up to six rows at a time.
     nano, rng = open_nano(), random.Random(3)
+    routes: dict[str, dict[str, float]]
     routes = {"base": {}, "adapter": {"adapter": 1.0}, "islands,tolu": {"islands": 1, "tolu": 1}}
     turns = [("user", WHO), ("assistant", "King Gus."), ("user", KING), ("assistant", "No.")]
     cached = 0
