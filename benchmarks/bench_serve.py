@@ -133,6 +133,7 @@ def complete(port: int, prompt: str, tokens: int, fields: dict[str, Any]) -> tup
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
+        assert "choices" in event, event
         if first is None and any(choice.get("text") for choice in event["choices"]):
             first = time.perf_counter() - began
         if event.get("usage"):

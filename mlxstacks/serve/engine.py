@@ -10,6 +10,7 @@ beginning that an earlier request under the same weights has left.
 """
 
 import gc
+import logging
 import queue
 import threading
 import time
@@ -52,8 +53,10 @@ from mlxstacks.serve.text import AnswerText
 # Beginnings of prompts that are kept, whatever the budget.
 _PREFIXES = 64
 _IDLE_SECONDS = 0.2
+_STOPPED = "the engine has stopped"
 # JSON has no word for what can never be said.
 LEAST_LOGPROB = -9999.0
+_log = logging.getLogger("mlxstacks.serve")
 
 
 @dataclass(eq=False)
@@ -80,7 +83,8 @@ class Engine:
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._opened, self._encoding = threading.Event(), threading.Lock()
+        self._opened, self._ended = threading.Event(), threading.Event()
+        self._encoding = threading.Lock()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.counts: Counter[str] = Counter()
@@ -130,16 +134,16 @@ class Engine:
         """
         self._inbox.put(ticket)
         if not self.is_alive:
-            ticket.deliver(Refused(503, "the engine has stopped"))
+            ticket.deliver(Refused(503, _STOPPED))
 
     def stop(self) -> None:
         """End; answers under way are refused."""
         self._inbox.put(None)
-        self._thread.join()
+        self._ended.wait()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and self._failure is None
+        return self._opened.is_set() and not self._ended.is_set()
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -148,17 +152,19 @@ class Engine:
             self._open()
         except BaseException as error:
             self._failure = error
-            return
-        finally:
-            self._opened.set()
-        try:
-            self._serve()
-        except BaseException as error:
-            self._failure = error
-            raise
-        finally:
-            self._end_all(503, "the engine has stopped")
+        self._opened.set()
+        if self._failure is None:
+            try:
+                self._serve()
+            except BaseException as error:
+                self._failure = error
+                _log.exception("the engine has failed")
+            self._end_all(503, _STOPPED)
             self._close()
+        self._ended.set()
+        # When a thread ends, MLX frees what it has compiled for it, which needs Python; where that
+        # is ending too, the process aborts. So this thread ends with the process.
+        threading.Event().wait()
 
     def _open(self) -> None:
         settings = self._settings
@@ -457,7 +463,7 @@ class Engine:
             while True:
                 ticket = self._inbox.get_nowait()
                 if ticket is not None:
-                    self._refuse(ticket, 503, "the engine has stopped")
+                    self._refuse(ticket, 503, _STOPPED)
         self._forward.base()
         del self._batch, self._prefixes, self._pool, self._forward, self._router, self._model
         gc.collect()
