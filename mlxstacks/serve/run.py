@@ -78,15 +78,15 @@ def serve(settings: ServeSettings, ready: Callable[[str, list[str]], None]) -> S
     listener = _listen(settings.host, settings.port)
     with listener:
         engine = Engine(settings)
-        engine.start()
         try:
+            engine.start()
             host, port = listener.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             ready(url, list(engine.notes))
             with suppress(KeyboardInterrupt):  # how uvicorn says that it was ended
                 web_server(build_app(engine, settings, key)).run(sockets=[listener])
         finally:
-            engine.stop()
+            engine.stop()  # even while it loads: MLX's thread must not meet the end of Python
     return Served(
         settings.model_dump(mode="json"), url, engine.models, dict(engine.counts),
         tuple(engine.notes),
