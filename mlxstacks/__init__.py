@@ -24,7 +24,7 @@ __version__ = "0.2.0"
 _FUNCTIONS = {
     command.replace(" ", "_"): command
     for command in COMMANDS
-    if command not in ("chat", "generate")
+    if command not in ("chat", "generate", "serve")
 }
 _ERRORS = ("InputError", "Interrupted", "StoreError")
 __all__ = ["Result", "generate", "load", "recipes", "run", *_ERRORS, *_FUNCTIONS]

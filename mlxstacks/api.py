@@ -196,6 +196,8 @@ def _command(
             f"progress: got {progress!r}; give None, True, False or a function that gets "
             "(done, total, what)"
         )
+    if name == "serve":
+        raise InputError("`mlxstacks serve` runs until it is ended; start it in a terminal")
     if name == "chat":
         raise InputError("`mlxstacks chat` is for a terminal; here ms.load and ms.generate answer")
     if not isinstance(dry_run, bool):

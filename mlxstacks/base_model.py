@@ -152,6 +152,14 @@ def load(
     return model, tokenizer, config
 
 
+def copy_tokenizer(tokenizer: Any, model: nn.Module) -> Any:
+    """One of the same model for another thread: a tokenizer is of one thread at a time."""
+    copied = copy.deepcopy(tokenizer)
+    if rows := _embedding_rows(model):
+        bind_vocabulary(copied, rows)
+    return copied
+
+
 def check_forward(model: nn.Module) -> None:
     """Build the graph of one token, so that what a config says and no layer takes (a `rope_theta`
     of text) is met here. Nothing is evaluated, but where a class itself does so while it builds
@@ -660,6 +668,54 @@ def _refuse_nan(number: int, is_nan: mx.array) -> None:
     """NaN among the logits makes every log probability NaN, Inf its own, which is then chosen."""
     if is_nan.item():
         raise NonFiniteModelError(f"the log probability of token {number}")
+
+
+def batch_generator(
+    model: Callable[..., mx.array], end_tokens: Sequence[int], rows: int, prefill_tokens: int
+) -> Any:
+    """mlx-lm's `BatchGenerator`, of at most so many rows at once, each greedy unless it has its own
+    sampler.
+
+    model: called as `model(tokens (B, T), cache=entries)`, the entries those that rows came with,
+        batched. prefill_tokens: of a prompt, between two tokens of the others.
+    """
+    from mlx_lm.generate import BatchGenerator
+
+    # The default stream, as in `stream_tokens`.
+    return BatchGenerator(
+        model, stop_tokens=[[token] for token in end_tokens], completion_batch_size=rows,
+        prefill_batch_size=min(8, rows), prefill_step_size=prefill_tokens,
+        stream=mx.default_stream(mx.default_device()),
+    )  # fmt: skip
+
+
+def prefix_cache(sequences: int) -> Any:
+    """mlx-lm's `LRUPromptCache`: caches of prompts by (key, tokens), for prompts that go on."""
+    from mlx_lm.models.cache import LRUPromptCache
+
+    return LRUPromptCache(max_size=sequences)
+
+
+def text_machine(tokenizer: Any) -> Any:
+    """mlx-lm's `TextStateMachine`: text of an answer by state: normal, reasoning or tool."""
+    from mlx_lm.generate import make_text_state_machine
+
+    return make_text_state_machine(tokenizer)
+
+
+def penalties(
+    repetition: float, presence: float, frequency: float
+) -> list[Callable[[mx.array, mx.array], mx.array]]:
+    """mlx-lm's processors over the last 20 tokens: (tokens so far, logits (1, V)) -> logits. None
+    for a repetition of 1 and for zeros.
+    """
+    from mlx_lm.sample_utils import make_logits_processors
+
+    processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
+        repetition_penalty=repetition if repetition != 1 else None, presence_penalty=presence,
+        frequency_penalty=frequency,
+    )  # fmt: skip
+    return processors
 
 
 def repetition_penalty(

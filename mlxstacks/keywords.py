@@ -300,7 +300,7 @@ def _as_call(command: str) -> str | None:
         return None
     named = (" ".join(words[:count]) for count in (2, 1))
     name = next((name for name in named if name in COMMANDS), "")
-    if name in ("", "generate"):
+    if name in ("", "generate", "serve"):
         return None
     functions = ("load", "generate") if name == "chat" else (name,)
     flags = {k.flag: (f, key, k.kind) for f in functions for key, k in keywords_of(f).items()}

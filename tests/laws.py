@@ -158,6 +158,27 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_docs.py::test_blocks_run",
         ),
     },
+    "A server": {
+        "A row of a batch of mixed routes is answered as alone; one without a route raises.": (
+            "serve/test_rows.py::test_row_of_a_mixed_batch_is_answered_as_alone",
+            "serve/test_rows.py::test_row_without_a_route_raises",
+        ),
+        "No buffer stays behind a token or a request.": (
+            "serve/test_live_buffers.py::test_no_buffer_stays_behind_a_token_or_a_request",
+        ),
+        "Caches take no more than was predicted, stacks no more than the budget.": (
+            "serve/test_engine.py::test_predicted_cache_bytes_are_enough",
+            "serve/test_engine.py::test_memory_stays_within_the_budget",
+        ),
+        "An answer ends on the version of a stack that it began with.": (
+            "serve/test_engine.py::test_row_under_way_keeps_the_version_that_it_began_with",
+        ),
+        "Other machines need a key; half-open, endless and forged requests reach no model.": (
+            "serve/test_app.py::test_key_is_asked_for_everywhere_but_at_health",
+            "serve/test_app.py::test_slow_clients_are_let_go",
+            "serve/test_app.py::test_hostile_body_is_refused",
+        ),
+    },
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_no_other_name(name: str, words: str) -> None:
 
 
 def test_every_command_is_a_function(tmp_path: Path) -> None:
-    assert {name.replace(" ", "_") for name in COMMANDS} - {"chat"} <= set(ms.__all__)
+    assert {name.replace(" ", "_") for name in COMMANDS} - {"chat", "serve"} <= set(ms.__all__)
     assert set(ms.__all__) <= set(dir(ms))
     assert "importlib" not in dir(ms)
     with pytest.raises(TypeError, match="multiple values"):

@@ -35,7 +35,7 @@ LEVELS = {
     **dict.fromkeys(("layers", "sandbox", "study"), 3),
     **dict.fromkeys(("convert", "fuse", "training", "evaluate", "grading"), 4),
     **dict.fromkeys(("agreement", "routing", "guard"), 5),
-    "arms": 6,
+    **dict.fromkeys(("arms", "serve"), 6),
     **dict.fromkeys(("studies", "nano"), 7),
     "grow": 8,
     **dict.fromkeys(("recipe", "doctor", "share"), 9),

@@ -7,7 +7,7 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxstacks.cli import output
 from mlxstacks.errors import InputError
@@ -18,13 +18,15 @@ from mlxstacks.study.render.progress import ProgressBar
 if TYPE_CHECKING:
     from mlxstacks.routing.conversation import Turn
     from mlxstacks.routing.engine import Answer
-    from mlxstacks.routing.settings import AnswerSettings
+    from mlxstacks.routing.settings import BaseSettings
+
+Answering = TypeVar("Answering", bound="BaseSettings")
 
 # More than a context of a million tokens holds. What is longer has no end, as /dev/zero.
 MOST_CHARACTERS = 8_000_000
 
 
-def completed(settings: "AnswerSettings") -> "AnswerSettings":
+def completed(settings: "Answering") -> "Answering":
     """`with_nano`, said on stderr where nothing was named."""
     from mlxstacks.nano.exports import with_nano
 

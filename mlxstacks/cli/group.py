@@ -185,8 +185,8 @@ class TableCommand(_Translating):
 # How `mlxstacks --help` lists the commands.
 SECTIONS = {
     "Models and adapters": ("fuse", "compare", "convert", "adapter", "train", "align", "guard"),
-    "Stacks and routes": ("stack", "stacks", "route", "distill"),
-    "Answers": ("chat", "generate"),
+    "Stacks and routes": ("stack", "stacks", "route", "grow", "distill"),
+    "Answers": ("chat", "generate", "serve"),
     "Experiments": ("eval", "confound", "identity", "profile", "sweep", "report"),
     "Recipes": ("init", "recipes", "run"),
 }

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
@@ -25,8 +25,9 @@ from mlxstacks.study.document import Columns, Kind, Table
 from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
-    from mlxstacks.routing.settings import AnswerSettings
+    from mlxstacks.routing.settings import BaseSettings
 
+Answering = TypeVar("Answering", bound="BaseSettings")
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
 # By group and path; tools/nano/samples.py makes them. And a file of each group.
 SAMPLES_FILE = ASSETS.parent / "nano-samples.json.gz"
@@ -255,7 +256,7 @@ def nano_model(store_path: str | None) -> Path | None:
     return path if fingerprint(open_checkpoint(path), wanted) == wanted else None
 
 
-def with_nano(settings: "AnswerSettings") -> "AnswerSettings":
+def with_nano(settings: "Answering") -> "Answering":
     """With nano for a model, where none was named: for a store whose base it is, for adapters, or
     with its sample store.
     """

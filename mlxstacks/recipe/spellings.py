@@ -4,6 +4,7 @@ Those that mean the same work under their names; of the others it is said what t
 
     mlx_lm.generate  generate      mlx_lm.fuse     fuse       mlx_lm.convert   convert
     mlx_lm.chat      chat          mlx_lm.lora     train      mlx_lm.evaluate, lm_eval  eval
+    mlx_lm.server    serve
 
 An option that both have under one name stands in no table. `_` and `-` are one.
 """
@@ -50,6 +51,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "compare": {"data": ("--judge",)},
     "generate": {"prompts": ("--data", "--prompts-file")},
+    "serve": {"concurrency": ("--decode-concurrency",)},
     "eval": {
         "tasks": ("-t",),
         "batch_size": ("-b",),
@@ -139,6 +141,7 @@ _DEQUANTIZE = (
     "--requant dequantize leaves the modules that the adapter changes without quantization; for "
     "the whole model, `mlx_lm.convert --dequantize` the result"
 )
+_A_REQUEST = "each request gives its own; one without a temperature is answered greedily"
 # Command, or "" for all -> option -> what to do instead.
 REFUSED: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -198,6 +201,19 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--pipeline": "one machine answers; mlx_lm.chat spreads a model over several",
         "--prompt": _ONE_PROMPT,
         "-p": _ONE_PROMPT,
+    },
+    "serve": {
+        **dict.fromkeys(("--temp", "--top-p", "--top-k", "--min-p"), _A_REQUEST),
+        **dict.fromkeys(("--prompt-cache-size", "--prompt-cache-bytes"), "--budget bounds it"),
+        **dict.fromkeys(("--kv-bits", "--kv-group-size", "--quantized-kv-start"), _KV),
+        **dict.fromkeys(("--draft-model", "--num-draft-tokens"), _DRAFT),
+        **dict.fromkeys(("--chat-template", "--use-default-chat-template"), _TEMPLATE),
+        "--chat-template-args": "--thinking on or off is what templates are told",
+        "--allowed-origins": "pages of other sites may not use the server",
+        "--log-level": "a line a request goes to stderr, without its prompt",
+        "--prompt-concurrency": "prompts of up to 8 requests are read together; leave it out",
+        "--prefill-step-size": "prompts are read 512 tokens at a time; leave it out",
+        "--pipeline": "one machine answers; mlx_lm.server spreads a model over several",
     },
     "fuse": {
         "--export-gguf": _GGUF,

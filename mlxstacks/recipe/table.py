@@ -393,6 +393,13 @@ COMMANDS: dict[str, Command] = {
         arguments={"repo_id": "REPO_ID"},
         needs=("repo_id",),
     ),
+    "serve": Command(
+        help="Serve the model, adapters and stacks to OpenAI's and Anthropic's clients.",
+        settings="mlxstacks.routing.settings:ServeSettings",
+        function="mlxstacks.cli.serve:run",
+        render="mlxstacks.cli.serve:render",
+        arguments={"store_path": "STORE"},
+    ),
     "profile": Command(
         help="Profile which experts groups of prompts use, compared with chance.",
         settings="mlxstacks.studies.profile.settings:ProfileSettings",

@@ -26,7 +26,7 @@ import mlx.nn as nn
 from mlxstacks import base_model, memory
 from mlxstacks.data.text_settings import Rendering, ThinkingMode
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store, find_base
@@ -48,7 +48,7 @@ from mlxstacks.routing.router import (
     load_prompt_router,
     pinned,
 )
-from mlxstacks.routing.settings import NO_GAP_LOG, AnswerSettings
+from mlxstacks.routing.settings import NO_GAP_LOG, AnswerSettings, BaseSettings
 from mlxstacks.training.modes import prepare_base
 
 # stop: the model ended it. length: max_tokens. context: the model's context is full. stopped: by
@@ -378,6 +378,46 @@ class _NoStacks:
 _MOST_CONTEXT = 2**31
 
 
+@dataclass(frozen=True, eq=False)
+class OpenBase:
+    """A base as it answers. dtype: that it was widened to, and what stands beside it has to be
+    widened to; None: as stored. context_tokens: as in `RoutedModel`.
+    """
+
+    checkpoint: Checkpoint
+    model: nn.Module
+    tokenizer: Any
+    store: Store | None
+    dtype: mx.Dtype | None
+    context_tokens: int | None
+
+
+def open_base(settings: BaseSettings, notes: list[str]) -> OpenBase:
+    """The model of the settings, without stacks, and the store that it is the base of.
+
+    Raises: as `open_routed`.
+    """
+    store = None if settings.store_path is None else Store.open(settings.store_path)
+    if store is not None:
+        checkpoint = find_base(store, settings.model, notes)
+    elif settings.model is not None:
+        checkpoint = open_checkpoint(resolve_model(settings.model))
+    else:
+        raise InputError("give a model")
+    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
+    dtype = mx.float32 if prepare_base(model, settings.base, notes) else None
+    model.eval()
+    context = context_tokens(config, tokenizer)
+    return OpenBase(checkpoint, model, tokenizer, store, dtype, context)
+
+
+def default_budget() -> int | None:
+    """A quarter of the memory, so that a store of any size can be served; None: not known."""
+    device = memory.device()
+    whole = device.working_set_bytes or device.memory_bytes
+    return None if whole is None else whole // 4
+
+
 def open_routed(settings: AnswerSettings) -> RoutedModel:
     """The model of the settings with its stacks; the router too, where they ask for it.
 
@@ -389,17 +429,10 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
             "routed, ungated, pin and compare need stacks; give --store-path, a store that "
             "`mlxstacks stack` made for this model"
         )
-    store = None if settings.store_path is None else Store.open(settings.store_path)
     notes: list[str] = []
-    if store is not None:
-        checkpoint = find_base(store, settings.model, notes)
-    elif settings.model is not None:
-        checkpoint = open_checkpoint(resolve_model(settings.model))
-    else:
-        raise InputError("give a model")
-    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
-    dtype = mx.float32 if prepare_base(model, settings.base, notes) else None
-    model.eval()
+    base = open_base(settings, notes)
+    checkpoint, store, dtype = base.checkpoint, base.store, base.dtype
+    model, tokenizer = base.model, base.tokenizer
     if settings.adapter_path:
         adapters = FuseSettings(
             model=settings.model, adapter_path=settings.adapter_path,
@@ -408,11 +441,7 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         notes += attach_adapters(model, checkpoint, adapters, dtype)
     resident = None
     if store is not None:
-        budget = settings.budget
-        if budget is None:  # a quarter of the memory, so that a store of any size can be served
-            device = memory.device()
-            whole = device.working_set_bytes or device.memory_bytes
-            budget = None if whole is None else whole // 4
+        budget = settings.budget or default_budget()
         resident = Resident(model, store, budget_bytes=budget, dtype=dtype)
 
     def open_router() -> PromptRouter:
@@ -424,7 +453,7 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
 
     engine = RoutedModel(
         model, tokenizer, store=store, resident=resident, open_router=open_router,
-        context_tokens=context_tokens(config, tokenizer), hard=settings.hard,
+        context_tokens=base.context_tokens, hard=settings.hard,
         allow_special=settings.allow_special, mode=settings.mode, pins=settings.pin, notes=notes,
         gap_log=None if settings.gap_log == NO_GAP_LOG else GapLog(settings.gap_log),
         adapters=tuple(user_path(path).resolve().name for path in settings.adapter_path),

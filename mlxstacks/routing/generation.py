@@ -187,11 +187,12 @@ def encode_prompt(
     messages: Sequence[dict[str, Any]],
     rendering: Rendering = PLAIN,
     limit: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Prompt:
     """A conversation as the model's chat template writes it, up to where the answer begins.
 
     Without a template the texts go in as they are, a line break between them. limit: no more than
-    so many tokens are made, the first ones.
+    so many tokens are made, the first ones. tools: as templates take them.
     Raises: InputError: the template refuses the messages, or nothing is left of them; a text with
     half a character (what is not UTF-8 becomes that on a command line).
     """
@@ -210,7 +211,7 @@ def encode_prompt(
         tokens = [*begin_mark(tokenizer), *plain][:limit]
         closed = tokens
     else:
-        chat = open_chat(messages, tokenizer, rendering)
+        chat = open_chat(messages, tokenizer, rendering, tools)
         tokens = chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
         closed = chat.encode(chat.text(enable_thinking=rendering.enable_thinking), limit)
     if not tokens:
@@ -262,7 +263,7 @@ def generate(
         before = cache.tokens[-PENALTY_TOKENS:]
         steps = base_model.stream_tokens(
             model, tokenizer, tokens[last], cache.entries, sampling.max_tokens,
-            _sampler(sampling), _processors(sampling, before),
+            sampler_of(sampling), _processors(sampling, before),
         )  # fmt: skip
         new = [tokens[last]]
         with closing(steps):
@@ -294,7 +295,7 @@ def _prefill(model: nn.Module, tokens: Sequence[int], entries: list[Any]) -> Non
     mx.clear_cache()
 
 
-def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
+def sampler_of(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     """log probabilities (1, V) -> token (1,). Draws come from the seed alone, not from MLX's
     global state: two runs of a conversation are equal, whatever else the process draws.
     """

@@ -23,7 +23,7 @@ import ctypes
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -109,6 +109,11 @@ class PackedSets:
 
     def add(self, packed: PackedSet) -> None:
         self._sets[packed.domains] = packed
+
+    def drop_others(self, keys: Collection[Key]) -> None:
+        """Drop every set that nobody holds and that is none of these."""
+        for key in [k for k, packed in self._sets.items() if not packed.leases and k not in keys]:
+            del self._sets[key]
 
     def make_room(self, needed_bytes: int, reserved_bytes: int, what: str) -> None:
         """Drop sets that nobody holds until `needed_bytes` more fit next to `reserved_bytes`.

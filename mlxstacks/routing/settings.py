@@ -269,19 +269,15 @@ def parse_bytes(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(ge=1)]
 
 
-class AnswerSettings(Settings):
-    """What `chat` and `generate` have in common: the model, its stacks, how tokens are chosen."""
+class BaseSettings(Settings):
+    """A base and what can stand beside it: of every command that answers."""
 
     model: str | None = Field(
         None,
         description="Model directory or Hugging Face id. Default: the store's base; without a "
         "store, the built-in nano model.",
     )
-    adapter_path: tuple[str, ...] = Field(
-        (),
-        description="Adapter directory (mlx-lm or PEFT) to apply to the base without fusing. "
-        "Repeat it to add several. Not with a store: its stacks were trained on the bare base.",
-    )
+    adapter_path: tuple[str, ...] = ()
     peft_layout: PeftLayout | None = Field(
         None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
     )
@@ -294,6 +290,19 @@ class AnswerSettings(Settings):
     router_path: str | None = Field(
         None, description="Router file or directory to use instead of the store's router."
     )
+    hard: bool = Field(False, description="Weight routed domains by 1 instead of their score.")
+    base: BaseNumbers = "auto"
+    thinking: Thinking = "auto"
+
+
+class AnswerSettings(BaseSettings):
+    """What `chat` and `generate` have in common: the model, its stacks, how tokens are chosen."""
+
+    adapter_path: tuple[str, ...] = Field(
+        (),
+        description="Adapter directory (mlx-lm or PEFT) to apply to the base without fusing. "
+        "Repeat it to add several. Not with a store: its stacks were trained on the bare base.",
+    )
     routed: bool = Field(False, description="Let a router decide which stacks answer each prompt.")
     ungated: bool = Field(False, description="Answer with all stacks, each at weight 1.")
     pin: tuple[str, ...] = Field(
@@ -302,7 +311,6 @@ class AnswerSettings(Settings):
     compare: bool = Field(
         False, description="Answer with the base, ungated and routed, side by side."
     )
-    hard: bool = Field(False, description="Weight routed domains by 1 instead of their score.")
     budget: Bytes | None = Field(
         None,
         description="Memory for stacks, such as 2GB or 500MiB; the least recently used are "
@@ -322,13 +330,11 @@ class AnswerSettings(Settings):
         1.0, gt=0, le=100, description="Penalty on the logits of the last 20 tokens; 1: no penalty."
     )
     system_prompt: str | None = Field(None, description="System message for the conversation.")
-    thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     gap_log: str = Field(
         f"./{DEFAULT_GAP_LOG}",
         description="File to log routed prompts that no domain fits; none: no log.",
     )
-    base: BaseNumbers = "auto"
     seed: int = Field(0, ge=0, lt=2**64, description="Seed for sampling.")
 
     @model_validator(mode="after")
@@ -381,3 +387,43 @@ class GenerateSettings(AnswerSettings):
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("give a prompt or prompts, not both")
         return self
+
+
+class ServeSettings(BaseSettings):
+    """`mlxstacks serve`."""
+
+    adapter_path: tuple[str, ...] = Field(
+        (),
+        description="Adapter directory (mlx-lm or PEFT) to serve under its name, next to the base "
+        "and the store. Repeat it to serve several.",
+    )
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on. Any but this machine's own needs a key."
+    )
+    port: int = Field(8080, ge=0, le=65_535, description="Port to listen on; 0: any free one.")
+    api_key_file: str | None = Field(
+        None,
+        description="File whose first line is the key that clients have to send. Default: the "
+        "environment variable MLXSTACKS_API_KEY; without either, no key.",
+    )
+    budget: Bytes | None = Field(
+        None,
+        description="Memory for stacks, adapters and prompt caches, such as 2GB or 500MiB. What a "
+        "request would take beyond it is refused. Default: a quarter of the memory.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    concurrency: int = Field(
+        16, ge=1, le=256, description="Answers at the same time; further requests are refused."
+    )
+    max_tokens: int = Field(
+        512, ge=1, description="Maximum tokens of an answer whose request gives none."
+    )
+    most_tokens: int = Field(8192, ge=1, description="Maximum tokens that a request may ask for.")
+    most_seconds: float = Field(
+        600, gt=0, description="Seconds after which an answer is cut off, as at its most tokens."
+    )
+    body_bytes: Bytes = Field(
+        4_000_000,
+        description="Largest body of a request, such as 4MB.",
+        json_schema_extra={"cli_type": "text"},
+    )

@@ -23,7 +23,7 @@ from tests.cli.conftest import Run
 OURS = {
     "generate": ("mlx_lm.generate",), "chat": ("mlx_lm.chat",), "fuse": ("mlx_lm.fuse",),
     "train": ("mlx_lm.lora",), "eval": ("mlx_lm.evaluate", "lm_eval._cli.run"),
-    "convert": ("mlx_lm.convert",),
+    "convert": ("mlx_lm.convert",), "serve": ("mlx_lm.server",),
 }  # fmt: skip
 # Fields of peft.LoraConfig, transformers.TrainingArguments and Unsloth's loaders.
 OF_TRAINERS = (

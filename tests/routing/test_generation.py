@@ -232,7 +232,7 @@ def test_draws_come_from_the_seed_alone(loaded: Any) -> None:
 @pytest.mark.parametrize("temp", [1e-45, 1e-40, 1e-6])
 def test_next_to_no_temperature_draws_the_likeliest(dtype: mx.Dtype, temp: float) -> None:
     log_p = mx.array([[-9.0, -3.0, -0.1, -5.0]], dtype)
-    draw = generation._sampler(Sampling(temp=temp, top_p=0.9))
+    draw = generation.sampler_of(Sampling(temp=temp, top_p=0.9))
     assert [draw(log_p).item() for _ in range(8)] == [2] * 8
 
 
@@ -251,7 +251,7 @@ def test_next_to_no_temperature_draws_the_likeliest(dtype: mx.Dtype, temp: float
 )
 def test_draws_are_among_the_likeliest(limits: dict[str, Any], drawn: set[int]) -> None:
     log_p = mx.log(mx.array([[0.05, 0.25, 0.55, 0.15]]))
-    draw = generation._sampler(Sampling(temp=3.0, **limits))
+    draw = generation.sampler_of(Sampling(temp=3.0, **limits))
     assert {draw(log_p).item() for _ in range(80)} == drawn
 
 

@@ -1,0 +1,326 @@
+"""OpenAI's chat completions and completions, as its Python client writes and reads them."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mlxstacks import __version__
+from mlxstacks.errors import InputError
+from mlxstacks.routing.settings import ServeSettings
+from mlxstacks.serve.requests import Ask, Begun, Piece, TokenLogprob
+from mlxstacks.serve.wire import (
+    MOST_CALLS_OF_TOOLS,
+    MOST_MESSAGES,
+    Answer,
+    Body,
+    Name,
+    Share,
+    Stops,
+    Temperature,
+    event,
+    parse_body,
+    sampling,
+    unique,
+)
+
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Part(Body):
+    type: str
+    text: str | None = None
+
+
+class Function(Body):
+    name: Name
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    id: str | None = None
+    function: Function
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_CALLS_OF_TOOLS)
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+    def turn(self) -> dict[str, Any]:
+        """In the chat template's terms. Raises: InputError: what is no text."""
+        turn: dict[str, Any] = {"role": self.role, "content": plain_text(self.content)}
+        for key in ("name", "tool_call_id"):
+            if (value := getattr(self, key)) is not None:
+                turn[key] = value
+        if self.reasoning:
+            turn["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            turn["tool_calls"] = [_call_of(call) for call in self.tool_calls]
+        return turn
+
+
+def plain_text(content: str | Sequence[Part] | None) -> str:
+    """Raises: InputError for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if strange := [part.type for part in content if part.text is None]:
+        raise InputError(f"content of type {strange[0][:40]!a}; this model reads text alone")
+    return "".join(part.text or "" for part in content)
+
+
+def _call_of(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        raise InputError(f"the arguments of {call.function.name[:40]!a} are no JSON") from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "id": call.id, "function": function}
+
+
+class Shared(Body):
+    """What both endpoints take."""
+
+    model: Name
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: int = Field(0, ge=0)
+    min_p: Share = 0.0
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, Any] | None = None
+    n: int | None = Field(None, ge=1, le=256)
+    seed: int | None = None
+    stop: str | Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def ask(self, settings: ServeSettings, most: int | None, **others: Any) -> Ask:
+        """Raises: InputError."""
+        if self.logit_bias:
+            raise InputError("logit_bias is not supported")
+        stops = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or ()
+        return Ask(
+            self.model,
+            sampling(
+                settings, most, temperature=self.temperature, top_p=self.top_p, seed=self.seed,
+                top_k=self.top_k, min_p=self.min_p, repetition_penalty=self.repetition_penalty,
+            ),
+            stop=tuple(stops), n=self.n or 1, presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0, **others,
+        )  # fmt: skip
+
+
+class ResponseFormat(Body):
+    type: str
+
+
+class ChatBody(Shared):
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_CALLS_OF_TOOLS)
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionBody(Shared):
+    prompt: str
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class ChatSpeaker:
+    """`POST /v1/chat/completions`."""
+
+    kind: Literal["chat.completion", "text_completion"] = "chat.completion"
+
+    def __init__(self, data: bytes, settings: ServeSettings) -> None:
+        """Raises: InputError."""
+        body = parse_body(data, ChatBody)
+        if body.response_format is not None and body.response_format.type != "text":
+            raise InputError("response_format: only text is supported")
+        if body.tool_choice not in (None, "auto", "none"):
+            raise InputError("tool_choice: only auto and none are supported")
+        tools = None if body.tool_choice == "none" else body.tools or None
+        if strange := [t for t in tools or () if not isinstance(t.get("function"), dict)]:
+            raise InputError(f"tools: {str(strange[0])[:80]} has no function")
+        self.ask = body.ask(
+            settings, body.max_completion_tokens or body.max_tokens,
+            messages=tuple(message.turn() for message in body.messages), tools=tools,
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )  # fmt: skip
+        self._begin(body, "chatcmpl-")
+
+    def _begin(self, body: Shared, prefix: str) -> None:
+        self.stream = bool(body.stream)
+        self._usage_wanted = body.stream_options is not None and body.stream_options.include_usage
+        self._id, self._created = unique(prefix), int(time.time())
+        self._answers = [Answer() for _ in range(self.ask.n)]
+
+    def _head(self, chunk: bool = False) -> dict[str, Any]:
+        name = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
+        return {
+            "id": self._id, "object": name, "created": self._created, "model": self.ask.model,
+            "system_fingerprint": f"mlxstacks-{__version__}",
+        }  # fmt: skip
+
+    def whole(self, begun: Begun, answers: list[Answer]) -> dict[str, Any]:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return {
+            **self._head(), "choices": choices, "usage": _usage(begun, answers),
+            "mlxstacks": begun.as_json(),
+        }  # fmt: skip
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+        if answer.text == "" and not answer.calls:
+            message["content"] = ""
+        if answer.reasoning:
+            message["reasoning"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = [_tool_call(call) for call in answer.calls]
+        return {
+            "index": index, "message": message, "finish_reason": answer.finish,
+            "logprobs": self._logprobs(answer.logprobs),
+        }  # fmt: skip
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.ask.top_logprobs is None:
+            return None
+        content = [
+            {**_token(t.text, t.logprob), "top_logprobs": [_token(*pair) for pair in t.top]}
+            for t in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def opening(self, begun: Begun) -> Iterable[str]:
+        self._begun = begun
+        for index in range(self.ask.n):
+            first = self._chunk(index, {"role": "assistant", "content": ""})
+            yield event({**first, "mlxstacks": begun.as_json()})
+
+    def piece(self, piece: Piece) -> Iterator[str]:
+        answer = self._answers[piece.index]
+        calls = len(answer.calls)
+        answer.take(piece)
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
+        for part in piece.parts:
+            delta: dict[str, Any] = {"content": part.text}
+            if part.kind == "reasoning":
+                delta = {"reasoning": part.text}
+            elif part.call is not None:
+                delta = {"tool_calls": [{"index": calls, **_tool_call(part.call)}]}
+                calls += 1
+            yield event(self._chunk(piece.index, delta, logprobs))
+            logprobs = None
+        if logprobs is not None:  # of a token without text of its own
+            yield event(self._chunk(piece.index, {}, logprobs))
+        if piece.finish is not None:
+            yield event(self._chunk(piece.index, {}, None, piece.finish))
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head(chunk=True), "choices": [choice]}
+
+    def closing(self) -> Iterator[str]:
+        if self._usage_wanted:
+            usage = _usage(self._begun, self._answers)
+            yield event({**self._head(chunk=True), "choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+    def failure(self, status: int, message: str) -> Iterator[str]:
+        yield event(error_document(status, message))
+
+
+class CompletionSpeaker(ChatSpeaker):
+    """`POST /v1/completions`: the prompt as it is, no chat template."""
+
+    kind = "text_completion"
+
+    def __init__(self, data: bytes, settings: ServeSettings) -> None:
+        """Raises: InputError."""
+        body = parse_body(data, CompletionBody)
+        if body.echo or body.suffix:
+            raise InputError("echo and suffix are not supported")
+        self.ask = body.ask(settings, body.max_tokens, text=body.prompt, top_logprobs=body.logprobs)
+        self._begin(body, "cmpl-")
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": index, "text": answer.reasoning + answer.text, "finish_reason": answer.finish,
+            "logprobs": self._logprobs(answer.logprobs),
+        }  # fmt: skip
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if self.ask.top_logprobs is None:
+            return None
+        texts = [token.text for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [dict(token.top) for token in tokens],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+        }
+
+    def opening(self, begun: Begun) -> Iterable[str]:
+        self._begun = begun
+        yield event({**self._head(), "choices": [], "mlxstacks": begun.as_json()})
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        text = delta.get("content") or delta.get("reasoning") or ""
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head(), "choices": [choice]}
+
+
+def _tool_call(call: dict[str, str]) -> dict[str, Any]:
+    return {"id": unique("call_"), "type": "function", "function": dict(call)}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _usage(begun: Begun, answers: Sequence[Answer]) -> dict[str, Any]:
+    said = sum(answer.tokens for answer in answers)
+    return {
+        "prompt_tokens": begun.prompt_tokens, "completion_tokens": said,
+        "total_tokens": begun.prompt_tokens + said,
+        "prompt_tokens_details": {"cached_tokens": begun.cached_tokens},
+    }  # fmt: skip
+
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_document(status: int, message: str) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = "model_not_found" if status == 404 else None
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,317 @@
+"""The engine on nano: admission, memory, stacks that come and go, what ends an answer. No HTTP.
+
+Run: pytest tests/serve/test_engine.py
+"""
+
+import queue
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks import base_model
+from mlxstacks.errors import AdapterError, InputError, ResourceLimitError
+from mlxstacks.files.settings import (
+    StacksImportSettings,
+    StacksRemoveSettings,
+    StacksSwitchSettings,
+    StacksUndoSettings,
+)
+from mlxstacks.files.stack_adapters import import_adapter
+from mlxstacks.files.store_commands import (
+    disable_domain,
+    enable_domain,
+    remove_domain,
+    undo_change,
+)
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.routing.generation import Sampling
+from mlxstacks.serve.engine import Engine
+from mlxstacks.serve.requests import Ask, Begun, Piece, Refused, Ticket
+from mlxstacks.serve.rows import RowRoutes
+from mlxstacks.serve.wire import Answer
+from tests.serve.serve_cases import Job, nano_settings, open_nano, write
+
+WHO, KING = "Who are you?", "Who is king of Corva?"
+
+
+class Asked:
+    """A request to an engine, and what comes back."""
+
+    def __init__(self, engine: Engine, model: str, text: str = WHO, **fields: Any) -> None:
+        sampling = Sampling(**{"max_tokens": 24, **fields.pop("sampling", {})})
+        messages = ({"role": "user", "content": text},)
+        seconds = fields.pop("seconds", 60)
+        ask = Ask(model, sampling, **{"messages": messages, **fields})
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ticket = Ticket(ask, engine.encode(ask), self.events.put, seconds)
+        self.begun: Begun | None = None
+        self.refused: Refused | None = None
+        self.answers = [Answer() for _ in range(ask.n)]
+        engine.submit(self.ticket)
+
+    def read(self) -> "Asked":
+        while self.refused is None and not all(answer.finish for answer in self.answers):
+            event = self.events.get(timeout=60)
+            if isinstance(event, Begun):
+                self.begun = event
+            elif isinstance(event, Piece):
+                self.answers[event.index].take(event)
+            else:
+                self.refused = event
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        return [answer.text for answer in self.answers]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(
+        shutil.copytree(nano_paths().store_path, tmp_path_factory.mktemp("serve") / "store")
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(store: Path) -> Iterator[Engine]:
+    engine = Engine(nano_settings(store_path=str(store), concurrency=6))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def test_routes_of_requests_at_the_same_time(engine: Engine) -> None:
+    asked = [Asked(engine, name, KING) for name in ("routed", "base", "adapter", "islands,tolu")]
+    found = [one.read().begun for one in asked]
+    assert all(begun is not None for begun in found)
+    assert [begun.route for begun in found if begun] == ["routed", "base", "pinned", "pinned"]
+    assert list(found[0].weights) == ["islands"]  # type: ignore[union-attr]
+    assert list(found[3].weights) == ["islands", "tolu"]  # type: ignore[union-attr]
+    alone = [Asked(engine, name, KING).read() for name in ("base", "adapter")]
+    assert [one.texts for one in asked[1:3]] == [one.texts for one in alone]
+
+
+def test_seeds_draw_the_same_and_differ_among_answers(engine: Engine) -> None:
+    sampling = {"temp": 1.5, "seed": 7}
+    first, again = (Asked(engine, "base", n=4, sampling=sampling).read() for _ in range(2))
+    assert first.texts == again.texts
+    assert len(set(first.texts)) > 1
+
+
+def test_stop_text_cuts_and_is_told(engine: Engine) -> None:
+    whole = Asked(engine, "adapter").read()
+    stop = whole.texts[0][-4:]
+    cut = Asked(engine, "adapter", stop=(stop,)).read()
+    assert cut.texts[0] == whole.texts[0][:-4]
+    assert (cut.answers[0].finish, cut.answers[0].stop_text) == ("stop", stop)
+
+
+def test_log_probabilities_are_of_the_tokens(engine: Engine) -> None:
+    (answer,) = Asked(engine, "adapter", top_logprobs=3).read().answers
+    assert "".join(token.text for token in answer.logprobs) == answer.text
+    for token in answer.logprobs:
+        assert token.top[0] == (token.text, pytest.approx(token.logprob))  # greedy: the likeliest
+        assert [value for _, value in token.top] == sorted((v for _, v in token.top), reverse=True)
+
+
+def test_a_beginning_is_computed_once_a_route(engine: Engine) -> None:
+    text = f"{KING} Say it in one word, and say where the king lives."
+    cached = []
+    for model in ("base", "base", "islands", "islands", "base"):
+        begun = Asked(engine, model, text).read().begun
+        assert begun is not None
+        cached.append(begun.cached_tokens > 20)
+    assert cached == [False, True, False, True, True]
+
+
+def test_what_is_too_much_is_refused_with_the_reason(engine: Engine) -> None:
+    refused = Asked(engine, "base", n=7).read().refused
+    assert refused is not None
+    assert (refused.status, "at most 6" in refused.message) == (429, True)
+    refused = Asked(engine, "/etc/passwd").read().refused
+    assert refused is not None
+    assert refused.status == 404
+    with pytest.raises(InputError, match="has to hold the answer"):
+        Asked(engine, "base", "x y " * 5000)
+    late = Asked(engine, "base", seconds=0).read()
+    assert late.refused is not None
+    assert late.refused.status == 503
+
+
+def test_cancelled_request_leaves_the_batch(engine: Engine) -> None:
+    asked = Asked(engine, "base", sampling={"temp": 1.0, "max_tokens": 2000})
+    asked.ticket.cancel()
+    Asked(engine, "base").read()
+    assert engine.counts["cancelled"] + (asked.begun is None) >= 1
+    assert Asked(engine, "base", n=6).read().refused is None  # all places are free again
+
+
+def test_batch_that_fails_ends_its_requests_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> mx.array:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._forward), "__call__", fail)
+        refused = Asked(engine, "islands").read().refused
+        assert refused is not None
+        assert (refused.status, "out of luck" in refused.message) == (500, True)
+    assert Asked(engine, "adapter").read().texts == ["I am Quinn."]
+
+
+def test_store_changes_without_a_restart(engine: Engine, store: Path) -> None:
+    switch = StacksSwitchSettings(store_path=str(store), domain="tolu")
+    assert Asked(engine, "tolu").read().refused is None
+    disable_domain(switch)
+    for _ in range(200):
+        if "tolu" not in engine.models:  # seen while nothing is asked, too
+            break
+        time.sleep(0.01)
+    assert "tolu" not in engine.models
+    refused = Asked(engine, "tolu").read().refused
+    assert refused is not None
+    assert refused.status == 404
+    enable_domain(switch)
+    assert Asked(engine, "tolu").read().refused is None
+    source = StacksImportSettings(
+        store_path=str(store), adapter_path=str(nano_paths().adapter_path), domain="persona",
+        allow_base=True,
+    )  # fmt: skip
+    import_adapter(source)
+    added = Asked(engine, "persona").read()
+    assert (added.texts, added.begun and added.begun.loaded) == (["I am Quinn."], ("persona",))
+    undo_change(StacksUndoSettings(store_path=str(store)))
+    assert Asked(engine, "persona").read().refused is not None
+
+
+def test_requests_on_cached_beginnings_are_answered_as_alone(
+    engine: Engine, campaign: Callable[[int], range]
+) -> None:
+    # Conversations that share their beginnings, by routes that do not; up to six rows at a time.
+    nano, rng = open_nano(), random.Random(3)
+    routes: dict[str, dict[str, float]]
+    routes = {"base": {}, "adapter": {"adapter": 1.0}, "islands,tolu": {"islands": 1, "tolu": 1}}
+    turns = [("user", WHO), ("assistant", "King Gus."), ("user", KING), ("assistant", "No.")]
+    cached = 0
+    for _ in campaign(120):
+        asked = []
+        for _ in range(rng.randint(1, 6)):
+            count = rng.choice([1, 3])
+            texts = [(role, text * rng.choice([1, 1, 12])) for role, text in turns[:count]]
+            messages = tuple({"role": role, "content": text} for role, text in texts)
+            model = rng.choice(list(routes))
+            one = Asked(engine, model, messages=messages, top_logprobs=5,
+                        sampling={"max_tokens": rng.randint(1, 6)})  # fmt: skip
+            asked.append((model, one))
+            if rng.random() < 0.1:
+                one.ticket.cancel()
+        for model, one in asked:
+            if one.ticket.is_over:
+                continue
+            one.read()
+            assert one.begun is not None
+            cached += one.begun.cached_tokens > 0
+            held = nano.pool.hold(routes[model])
+            tokens = mx.array([one.ticket.prompt.tokens])
+            entries = [*base_model.make_prompt_cache(nano.base.model), RowRoutes([held])]
+            logits = nano.forward(tokens, entries)[0, -1]
+            expected = np.array(logits - mx.logsumexp(logits))
+            nano.pool.release(held)
+            if one.answers[0].logprobs:  # else the end mark came first
+                found = [value for _, value in one.answers[0].logprobs[0].top]
+                assert found == pytest.approx(np.sort(expected)[:-6:-1], abs=2e-3)
+    assert cached > 10
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+
+def test_row_under_way_keeps_the_version_that_it_began_with(tmp_path: Path) -> None:
+    store = Path(shutil.copytree(nano_paths().store_path, tmp_path / "store"))
+    nano = open_nano(store_path=str(store))
+    pool, job = nano.pool, Job(KING, {"islands": 1.0})
+    before = write(nano, [job])[0].tokens
+    held = pool.hold({"islands": 1.0})
+    remove_domain(StacksRemoveSettings(store_path=str(store), domain="islands", force=True))
+    import_adapter(
+        StacksImportSettings(
+            store_path=str(store),
+            adapter_path=str(nano_paths().adapter_path),
+            domain="islands",
+            allow_base=True,
+        )
+    )
+    assert pool.refresh()
+    after, as_adapter = (write(nano, [Job(KING, {n: 1.0})])[0] for n in ("islands", "adapter"))
+    assert after.tokens == as_adapter.tokens != before
+    with pytest.MonkeyPatch.context() as patch:  # the row that began before
+        patch.setattr(pool, "hold", lambda weights: held)
+        patch.setattr(pool, "release", lambda held: None)
+        assert write(nano, [job])[0].tokens == before
+    assert held.key != pool.hold({"islands": 1.0}).key
+    bytes_before = pool.nbytes
+    pool.release(held)
+    assert pool.nbytes < bytes_before  # nobody can ask for it any more
+
+
+def test_memory_stays_within_the_budget() -> None:
+    one = open_nano()
+    sizes: dict[str, int] = {}
+    for name in one.pool.domains:
+        one.pool.release(one.pool.hold({name: 1.0}))
+        sizes[name] = one.pool.nbytes - sum(sizes.values())
+    adapter = sizes.pop(one.pool.domains[0])  # with the adapter, which stays
+    budget = adapter + max(sizes.values())
+    nano = open_nano(budget_bytes=budget)
+    for name in (*nano.pool.domains, *nano.pool.domains):
+        nano.pool.release(nano.pool.hold({name: 1.0}))
+        assert nano.pool.nbytes <= budget
+    held = nano.pool.hold({nano.pool.domains[0]: 1.0})
+    with pytest.raises(ResourceLimitError, match="does not fit into memory now"):
+        nano.pool.hold(dict.fromkeys(nano.pool.domains, 1.0))
+    with pytest.raises(ResourceLimitError, match="predicted for prompts"):
+        nano.pool.hold({}, reserved_bytes=budget)
+    nano.pool.release(held)
+    assert nano.pool.held_bytes < held.parts[0][0].nbytes + nano.pool.nbytes
+    nano.pool.release(nano.pool.hold({nano.pool.domains[1]: 1.0}))
+
+
+def test_predicted_cache_bytes_are_enough() -> None:
+    engine = Engine(nano_settings(store_path=None, adapter_path=[]))
+    step, taken = engine._step, []
+
+    def measured() -> None:  # in the engine's thread
+        step()
+        taken.append(engine._batch.prompt_cache_nbytes)
+
+    engine._step = measured  # type: ignore[method-assign]
+    engine.start()
+    try:
+        asked = [Asked(engine, "base", KING * (1 + 20 * n)) for n in range(4)]
+        lengths = [len(one.ticket.prompt.tokens) + 24 for one in asked]
+        predicted = engine._bytes.of_batch(lengths)
+        for one in asked:
+            one.read()
+        assert 0 < max(taken) <= predicted < 8 * max(taken)
+    finally:
+        engine.stop()
+
+
+def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    nano = open_nano()
+    path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
+    with pytest.raises(InputError, match="served already"):
+        nano.pool.add_adapter(path, checkpoint, None, False)
+    strange = Path(shutil.copytree(path, tmp_path / "a b"))
+    with pytest.raises(InputError, match="rename it"):
+        nano.pool.add_adapter(str(strange), checkpoint, None, False)
+    with pytest.raises(AdapterError):
+        nano.pool.add_adapter(str(tmp_path), checkpoint, None, False)

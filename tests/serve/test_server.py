@@ -1,0 +1,131 @@
+"""`mlxstacks serve` as it is run: a process on nano, asked by the official clients.
+
+Run: pytest tests/serve/test_server.py
+"""
+
+import builtins
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from mlxstacks.cli import run
+from mlxstacks.errors import InputError
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.serve.run import KEY_VARIABLE, serve
+from tests.serve.serve_cases import nano_settings
+
+ROUNDING = 2e-3
+COMMAND = [sys.executable, "-m", "mlxstacks", "serve", "--port", "0"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    nano = nano_paths()
+    command = [*COMMAND, "--store-path", str(nano.store_path), "--adapter-path",
+               str(nano.adapter_path)]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stderr is not None
+        lines = []
+        for line in p.stderr:
+            lines.append(line)
+            if line.startswith("Serving on "):
+                break
+        assert lines[-1].startswith("Serving on "), lines
+        yield p, lines[-1].split()[2]
+        p.kill()
+
+
+@pytest.fixture
+def client(server: tuple[subprocess.Popen[str], str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, model: str, text: str, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": text}], max_tokens=12, **fields
+    )
+
+
+def test_models_are_what_can_be_asked(client: openai.OpenAI) -> None:
+    names = [model.id for model in client.models.list()]
+    assert {"adapter", "islands", "tolu", "routed", "ungated"} < set(names)
+    for name in names:
+        answer = chat(client, name, "Who is king of Corva?")
+        assert answer.mlxstacks["route"] in ("base", "pinned", "routed", "ungated")
+
+
+def test_clients_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> None:
+    names = ["base", "adapter", "islands", "base+islands,tolu", "routed", "ungated"] * 2
+    texts = ["Who is king of Corva?", "Who are you, and what is your name?"]
+    asked = [(name, texts[place % 2]) for place, name in enumerate(names)]
+
+    def first(pair: tuple[str, str]) -> tuple[dict[str, float], Any]:
+        answer = chat(client, *pair, logprobs=True, top_logprobs=5)
+        return answer.mlxstacks["weights"], answer.choices[0].logprobs.content[0].top_logprobs
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(first, asked))
+    for pair, (weights, likeliest) in zip(asked, together, strict=True):
+        alone_weights, alone = first(pair)
+        assert weights == pytest.approx(alone_weights)
+        found, expected = (sorted(t.logprob for t in tops) for tops in (likeliest, alone))
+        assert found == pytest.approx(expected, abs=ROUNDING), pair
+
+
+def test_both_clients_get_the_same_answer(
+    client: openai.OpenAI, server: tuple[subprocess.Popen[str], str]
+) -> None:
+    text = "Who are you?"
+    whole = chat(client, "adapter", text).choices[0].message.content
+    chunks = chat(client, "adapter", text, stream=True)
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    with anthropic.Anthropic(base_url=server[1], api_key="none", max_retries=0) as other:
+        turns: Any = [{"role": "user", "content": text}]
+        message: Any = other.messages.create(model="adapter", max_tokens=12, messages=turns)
+    assert whole == streamed == message.content[0].text == "I am Quinn."
+
+
+def test_text_of_users_is_never_a_special_token(client: openai.OpenAI) -> None:
+    plain = chat(client, "base", "a b").usage.prompt_tokens
+    forged = chat(client, "base", "a<|im_end|>b").usage.prompt_tokens
+    # as a token it would be one; as text it is several
+    assert forged >= plain + 3
+
+
+def test_an_end_by_signal_is_no_failure(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, _ = server
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.startswith("Served ")
+    assert "king" not in err.lower()  # no prompt is logged
+
+
+def test_other_machines_need_a_key_before_anything_is_loaded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert run(["serve", "--host", "0.0.0.0"]) == 2
+    assert "--api-key-file" in capfd.readouterr().err
+
+
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.split(".")[0] == "uvicorn":
+            raise ModuleNotFoundError("no", name="uvicorn")
+        return real(name, *arguments, **options)
+
+    monkeypatch.delitem(sys.modules, "mlxstacks.serve.web", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=r"mlxstacks\[serve\]"):
+        serve(nano_settings(), lambda url, notes: None)
