@@ -330,8 +330,10 @@ class Engine:
             )
         asked = [m["content"] for m in ask.messages if m["role"] == "user" and m["content"]]
         text = ask.text if ask.text is not None else (asked or [""])[-1]
-        scores = self._router.score(text)
-        return self._router.decide(scores, hard=self._settings.hard, routable=self._pool.domains)
+        (route,) = self._router.routes(
+            [text], hard=self._settings.hard, routable=self._pool.domains
+        )
+        return route
 
     def _trim(self, predicted: int) -> None:
         """Leave beginnings of prompts no more than what the rest leaves of the budget."""
