@@ -402,8 +402,14 @@ def _flipped(files: dict[str, bytes]) -> None:
     files[name] = files[name][:-1] + bytes([files[name][-1] ^ 1])
 
 
-def _file(record: str) -> Any:
-    return _manifest(lambda v: v["domains"][0]["stacks"][0]["file"].update(file=record))
+def _file(path: str) -> Any:
+    """Another path for the first stack; HASH in it is the beginning of its hash."""
+
+    def change(manifest: Any) -> None:
+        record = manifest["domains"][0]["stacks"][0]["file"]
+        record["file"] = path.replace("HASH", record["sha256"][:12])
+
+    return _manifest(change)
 
 
 BAD_STORES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
@@ -414,10 +420,10 @@ BAD_STORES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
     ),
     "missing": (lambda files: files.pop(next(n for n in files if "stacks/" in n)), "not there"),
     "unsigned": (_manifest(lambda v: v.update(base_model="x"), signed=False), "checksum is"),
-    "above": (_file("stacks/../../../evil-a21c0b71a1fc.safetensors"), "should match pattern"),
-    "root": (_file("/etc/evil-a21c0b71a1fc.safetensors"), "should match pattern"),
-    "nested": (_file("stacks/store/evil-a21c0b71a1fc.safetensors"), "should match pattern"),
-    "no safetensors": (_file("stacks/evil-a21c0b71a1fc.py"), "which is not there"),
+    "above": (_file("stacks/../../../evil-HASH.safetensors"), "should match pattern"),
+    "root": (_file("/etc/evil-HASH.safetensors"), "should match pattern"),
+    "nested": (_file("stacks/store/evil-HASH.safetensors"), "should match pattern"),
+    "no safetensors": (_file("stacks/evil-HASH.py"), "which is not there"),
     "deep": (lambda f: f.update({"manifest.json": b'{"a":' * 100_000}), "damaged"),
 }
 
