@@ -377,7 +377,8 @@ def _against(
     """A router less the first one, on the rows that both were measured on; None without any.
 
     rows: how many, those with an answer. Losses as `differences` has them. set: of all common rows,
-    how many more have exactly the domains of their label, as a share.
+    how many more have exactly the domains of their label, as a share. single_top1, mixed_set: of
+    all common rows, the first router's rate and this one's.
     """
     (base_case, base), (case, own) = first, other
     places = {row.example.row_id: place for place, row in enumerate(base_case.answered)}
@@ -386,7 +387,9 @@ def _against(
         for place, row in enumerate(case.answered)
         if row.example.row_id in places
     ]
-    if not pairs:
+    hits, base_hits = exact_sets(case, own), exact_sets(base_case, base)
+    common = hits.keys() & base_hits.keys()
+    if not (pairs and common):
         return None
     rows = [case.answered[place] for _, place in pairs]
     groups = by_group(rows)
@@ -402,13 +405,24 @@ def _against(
             losses[group] = DomainLosses(counts, {mode: ours, "first": theirs})
         averaged = domain_groups(losses)
         matrix |= loss_matrix(losses, (mode,), averaged, draws, seed, against="first")
-    hits, base_hits = exact_sets(case, own), exact_sets(base_case, base)
-    common = hits.keys() & base_hits.keys()
+    metrics = []
+    for of_router, measured in (first, other):
+        at = [i for i, row in enumerate(of_router.rows) if row.example.row_id in common]
+        metrics.append(_metrics(of_router, at, measured))
     return {
         "rows": len(pairs),
         "losses": matrix,
         "set": difference_json([(base_hits[row], hits[row]) for row in sorted(common)]),
+        **{name: [m[name] for m in metrics] for name in ("single_top1", "mixed_set")},
     }
+
+
+def _metrics(case: _Case, places: Sequence[int], measured: _Measured) -> dict[str, Any]:
+    """Of the rows at these places."""
+    header = case.router.header
+    scores = [measured.routes[place].scores for place in places]
+    rows = [case.rows[place] for place in places]
+    return router_metrics(rows, scores, header.domains, header.threshold)
 
 
 def exact_sets(case: _Case, measured: _Measured) -> dict[str, bool]:
@@ -432,9 +446,7 @@ def _router_json(case: _Case, measured: _Measured) -> dict[str, Any]:
         "threshold": header.threshold,
         "rows": len(case.rows),
         "exact_set": rate_json(sum(exact), len(exact)),
-        "metrics": router_metrics(
-            case.rows, [route.scores for route in measured.routes], header.domains, header.threshold
-        ),
+        "metrics": _metrics(case, range(len(case.rows)), measured),
         "losses": {mode: _values(measured.matrix[mode]) for mode in ROUTED},
         "differences": {
             to: {mode: matrix[mode] for mode in ROUTED}

@@ -208,6 +208,9 @@ def test_several_routers_are_compared(places: Places, tmp_path: Path) -> None:
                 assert difference["low"] <= difference["value"] <= difference["high"]
         exact, base_exact = (r["exact_set"]["count"] for r in (router, trained[0]))
         assert router["to_first"]["set"]["n"] == router["exact_set"]["n"] == 12
+        # all rows are common, so the rates are those of each router's own rows
+        both = [each["metrics"]["single_top1"] for each in (trained[0], router)]
+        assert router["to_first"]["single_top1"] == both
         assert router["to_first"]["set"]["value"] == pytest.approx((exact - base_exact) / 12)
     assert len(result.table("routers-compared")) == 3
     found["routers"] = trained
