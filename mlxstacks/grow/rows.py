@@ -5,13 +5,13 @@ those that the store's domains were trained or judged with are left out.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings
-from mlxstacks.data.sources import keyed_hash, read_source
+from mlxstacks.data.sources import read_source
 from mlxstacks.data.special_text import special_tokens
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
@@ -59,7 +59,7 @@ def _provided(provider: str, name: str, count: int) -> list[Mapping[str, Any]]:
         raise InputError(f"provider {provider!r}: give FILE.py:FUNCTION")
     function = load_function(*own, "provider")
     try:
-        rows = list(function(name, count))
+        rows = list(islice(function(name, count), count))
     except Exception as error:
         raise InputError(
             f"provider {provider} raises {type(error).__name__}: {error}; it is called with a "
@@ -69,15 +69,15 @@ def _provided(provider: str, name: str, count: int) -> list[Mapping[str, Any]]:
         raise InputError(f"provider {provider}: {strange[0]!r:.80} is no row, a mapping of columns")
     if not rows:
         raise InputError(f"provider {provider}: no rows of {name}")
-    return sorted(rows, key=lambda row: keyed_hash(0, "provider", repr(row)))[:count]
+    return rows
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
-        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
-    except (TypeError, ValueError) as error:
+        lines = [json.dumps(row, allow_nan=False) for row in rows]
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"a row is no JSON: {error}") from None
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
 
 
 def _row_ids(store: Store) -> set[str]:
@@ -97,11 +97,7 @@ def known_sources(settings: GrowSettings, store: Store) -> list[LabelledSource]:
     domains = routed_domains(store)
     if settings.routing_data is None:
         return [
-            LabelledSource(
-                domains=(name,),
-                data=stored_data(store, store.domain_named(name), settings.stored_data),
-            )
-            for name in domains
+            LabelledSource(domains=(name,), data=_stored(settings, store, name)) for name in domains
         ]
     root = user_path(settings.routing_data)
     sources = []
@@ -114,34 +110,14 @@ def known_sources(settings: GrowSettings, store: Store) -> list[LabelledSource]:
     return sources
 
 
+def _stored(settings: GrowSettings, store: Store, name: str) -> DomainDataSettings:
+    try:
+        return stored_data(store, store.domain_named(name), settings.stored_data)
+    except InputError as error:
+        raise InputError(f"{name}: {error}".replace("--data", "--stored-data")) from None
+
+
 def labelled(label: tuple[str, ...], path: Path) -> LabelledSource:
     """A file of prompts of these domains."""
     source = SourceSettings(path=str(path.absolute()))
     return LabelledSource(domains=label, data=DomainDataSettings(sources=(source,)))
-
-
-def link_rows(settings: GrowSettings, store: Store, new: Path, directory: Path) -> None:
-    """Put links to the files of every domain under the paths that the store has for them, and to
-    those of the new domain, into one directory: what `stack` reads a store's rows from.
-    """
-    for record in store.manifest.domains:
-        if not record.enabled or record.split is None:
-            continue
-        now = stored_data(store, record, settings.stored_data)
-        then = stored_paths(record.data)
-        for source, path in zip(now.sources, then, strict=True):
-            if path is not None and source.path is not None:
-                _link(Path(source.path), directory / path)
-    _link(new, directory / new.name)
-
-
-def stored_paths(data: Mapping[str, Any]) -> list[str | None]:
-    """The paths of a domain's sources as its store has them."""
-    settings: Mapping[str, Any] = data["settings"]
-    return [source["path"] for source in settings["sources"]]
-
-
-def _link(file: Path, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.unlink(missing_ok=True)
-    os.symlink(file.absolute(), place)

@@ -21,17 +21,18 @@ from typing import Any
 
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.disk import sync_tree, user_path
+from mlxstacks.files.disk import sync_tree, target_errors, user_path
 from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.outputs import PLACES, refuse_built_in, write_json
 from mlxstacks.files.router_file import read_router
-from mlxstacks.files.store import Store, find_base, remember_places
-from mlxstacks.files.store_files import MANIFEST, file_of, read_manifest
+from mlxstacks.files.side_files import clone_or_link
+from mlxstacks.files.store import Store, data_directories, find_base, remember_places
+from mlxstacks.files.store_files import LOCATION, MANIFEST, file_of, read_manifest
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.grow import checks
 from mlxstacks.grow.checks import Check
 from mlxstacks.grow.report import concluded, gap_table, stage_table, waiting
-from mlxstacks.grow.rows import LEAST_ROWS, known_sources, labelled, link_rows, write_rows
+from mlxstacks.grow.rows import LEAST_ROWS, known_sources, labelled, write_rows
 from mlxstacks.grow.settings import STAGES, GrowSettings, Stage
 from mlxstacks.routing.gaps import GapEvent, cluster_gaps, read_gaps
 from mlxstacks.routing.router import (
@@ -43,6 +44,7 @@ from mlxstacks.routing.router import (
 from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.studies.route import discover, evaluate
 from mlxstacks.studies.route import train as route_train
+from mlxstacks.studies.route.data import routed_domains
 from mlxstacks.studies.route.served import open_served
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
 from mlxstacks.studies.stack.plan import data_settings_of, run_settings_of
@@ -57,8 +59,9 @@ ABOUT = {
     "title": "Growth of a store",
     "question": "Which prompts does no domain fit, and can the store learn them without harm?",
 }
-MOST_HELD_OUT = 100
+MOST_HELD_OUT, MOST_EVENTS = 100, 10_000
 ROWS, FORK, BEFORE = "rows", "store", "before.json"
+_BEGIN_AGAIN = "undo that change and run again, or begin again with --no-resume"
 _Progress = Callable[..., None]
 
 
@@ -105,12 +108,14 @@ class _Growth(Study):
 
     def __init__(self, settings: GrowSettings, progress: _Progress | None) -> None:
         self.settings, self.progress = settings, progress
-        self.inputs = (settings.store_path,)
         self.name = str(settings.domain)
+        self.store = Store.open(str(settings.store_path))
+        # The rows of a domain that grew before lie in the result of its growth.
+        self.inputs = (self.store.path, *data_directories(self.store))
 
     def planned(self) -> Result:
         settings = self.settings
-        store = self.store = Store.open(str(settings.store_path))
+        store = self.store
         refuse_built_in(store.path)
         router = store.read_router()
         self.header, notes = router.header, list[str]()
@@ -127,7 +132,7 @@ class _Growth(Study):
         return self.head
 
     def steps(self, work: Path) -> Iterator[Step]:
-        yield Step("watch", self._write_watch, ("watch.json",))
+        yield Step("watch", self._write_watch, ("watch.json", BEFORE))
         watched = read_object((work / "watch.json").read_bytes())
         if watched["events"] < self.settings.minimum_events:
             return
@@ -162,8 +167,10 @@ class _Growth(Study):
         """Gaps that this router has logged; those of routers before it are of other features, and
         may have been learned since.
         """
-        events = read_gaps(self.settings.log_path).events
-        return tuple(e for e in events if e.router == digest and e.feature is not None)
+        width, events = self.header.input_dims, read_gaps(self.settings.log_path).events
+        of_router = (e for e in events if e.router == digest and e.feature is not None)
+        fitting = [e for e in of_router if e.feature is not None and len(e.feature) == width]
+        return tuple(fitting[-MOST_EVENTS:])  # groups of n take n^2 bytes
 
     def _found(self) -> str:
         count, least = len(self.events), self.settings.minimum_events
@@ -175,13 +182,16 @@ class _Growth(Study):
         )
 
     def _write_watch(self, scratch: Path) -> None:
-        groups = [c.as_json(self.settings.samples, 1) for c in self.clusters]
+        asked = (self.settings.samples, self.settings.minimum_events)
+        groups = [cluster.as_json(*asked) for cluster in self.clusters]
         write_json(scratch / "watch.json", {"events": len(self.events), "groups": groups})
+        write_json(scratch / BEFORE, self.store.manifest.document(), sort_keys=True)
 
     def _confirm(self, work: Path, scratch: Path) -> list[Check]:
         settings = self.settings
         if self.store.manifest.domain_named(self.name) is not None:
             raise InputError(f"{self.store.path}: has a domain {self.name} already; name another")
+        self._last_trained()  # or nothing could follow
         served = open_served(self.store, str(self.base), settings.base)
         sample = scratch / f"{self.name}.jsonl"
         write_rows(settings, settings.samples_per_domain, sample, served.tokenizer, self.store)
@@ -192,10 +202,15 @@ class _Growth(Study):
         known = [example for example in known if example.kind == "single"]
         new = checks.examples_of(self.store, served.tokenizer, [labelled((), sample)], *limits)
         rows = [checks.encoded(_pairs(examples), served) for examples in (known, new)]
-        if not all(rows):
-            raise InputError(f"{self.name}: no row has an answer that can be measured")
+        for name, found in zip(("domains that are there", self.name), rows, strict=True):
+            if len(found) < 2:
+                raise InputError(
+                    f"{name}: {counted(len(found), 'row')} that no stack was trained on with an "
+                    f"answer within {checks.MOST_TOKENS} tokens; 2 or more are needed"
+                )
         router = load_prompt_router(self.store, served.model, served.tokenizer)
-        readings = router.read([example.prompt for example in new])
+        # each prompt once: one that repeats is as near to another row as can be
+        readings = router.read([*dict.fromkeys(example.prompt for example in new)])
         return [
             checks.are_the_gaps(settings, [r.feature for r in readings], self.events),
             checks.is_unserved(settings, served, self.header, *rows),
@@ -211,8 +226,7 @@ class _Growth(Study):
 
     def _train(self, work: Path, scratch: Path) -> list[Check]:
         """As the store's last domain was trained: on the stacks before it, or on the base alone."""
-        fork, before = self._fork(work), read_manifest(work, BEFORE)
-        last = [d for d in before.domains if d.origin == "trained" and d.split is not None][-1]
+        fork, before, last = self._fork(work), read_manifest(work, BEFORE), self._last_trained()
         if fork.manifest.domain_named(self.name) is None:
             is_alone = not last.trained_on and last.name != before.domains[0].name
             _switch(fork, {d.name: d.enabled and not is_alone for d in before.domains})
@@ -222,9 +236,17 @@ class _Growth(Study):
         found = f"{len(done.stacks)}, validation loss {done.losses[0]:.3f} to {done.losses[-1]:.3f}"
         return [Check("stacks", bool(done.stacks), found, "1 or more")]
 
+    def _last_trained(self) -> DomainRecord:
+        for record in reversed(self.store.manifest.domains):
+            if record.origin == "trained" and record.split is not None:
+                return record
+        raise InputError(
+            f"{self.store.path}: every domain was imported, so how to train another is not known; "
+            "train one with `mlxstacks stack`"
+        )
+
     def _train_on(self, fork: Store, last: DomainRecord, work: Path) -> None:
         new = work / ROWS / f"{self.name}.jsonl"
-        link_rows(self.settings, self.store, new, work / "data")
         given = self.settings.model_dump(
             include={"rounds", "iters", "learning_rate", "base", "seed"}, exclude_none=True
         )
@@ -235,7 +257,7 @@ class _Growth(Study):
         run_stack(
             StackRunSettings.model_validate({
                 **run_settings_of(last), **given, "model": str(self.base),
-                "data": str(work / "data"), "save_path": str(fork.path),
+                "data": str(work / ROWS), "save_path": str(fork.path),
                 "modes": ("prefix", "isolated"),
                 "domains": (DomainSettings(name=self.name, data=rows),),
             }),
@@ -261,15 +283,21 @@ class _Growth(Study):
         new = labelled((self.name,), work / ROWS / f"{self.name}.jsonl")
         here = {"store_path": str(fork.path), "model": str(self.base), "base": settings.base}
         discovered, trained = work / "discover", work / "router"
+        # What a router serves by is in its header, how it was trained in settings that may be gone.
+        header, fields = self.header, RouterTrainSettings.model_fields
+        chat = header.chat_domain if header.chat_domain in routed_domains(fork) else None
+        floor: dict[str, Any] = {"chat_domain": chat, "chat_floor": header.chat_floor}
+        given: Any = header.training.get("settings", {})
+        known = {key: value for key, value in given.items() if key in fields}
+        known |= {**floor, "threshold": header.threshold}
         if not discovered.is_dir():
             discover.run(
                 OutcomeSettings(
                     **here, sources=(*old, new), samples_per_domain=settings.samples_per_domain,
-                    save_path=str(discovered), seed=settings.seed,
+                    save_path=str(discovered), seed=settings.seed, **floor,
                 ),
                 progress=self._part("route"),
             )  # fmt: skip
-        known: Any = self.header.training.get("settings", {})
         trained_anew = route_train.run(
             RouterTrainSettings.model_validate({
                 **known, **here, "targets": str(discovered), "save_path": str(trained),
@@ -303,8 +331,8 @@ class _Growth(Study):
             with store.change("grown", domain=self.name) as change:
                 if change.manifest != read_manifest(work, BEFORE):
                     raise StoreError(
-                        f"{store.path}: was changed since `grow` began; nothing was added. Undo "
-                        "that change and run again, or begin again with --no-resume"
+                        f"{store.path}: was changed since `grow` began; nothing was added. "
+                        f"{_BEGIN_AGAIN}"
                     )
                 change.adopt(fork)
                 change.set_router(router.tensors, router.header)
@@ -315,23 +343,28 @@ class _Growth(Study):
     # --- the copy ---------------------------------------------------------------------------------
 
     def _fork(self, work: Path) -> Store:
-        """A store of its own with the files of the store, made once; the manifest that it began
-        with is kept beside it.
+        """A copy of the store as it was when the run began, made once; it knows where the rows of
+        its domains are.
         """
         place = work / FORK
         if not place.exists():
             scratch = work / f".{FORK}"
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
-            shutil.copy2(self.store.path / MANIFEST, scratch / MANIFEST)
-            for record in read_manifest(scratch).files():
-                source = file_of(self.store.path, record)
+            store, data = self.store, self.settings.stored_data
+            if store.refresh() != read_manifest(work, BEFORE):
+                raise StoreError(f"{store.path}: was changed since `grow` began; {_BEGIN_AGAIN}")
+            for record in store.manifest.files():
                 (scratch / record.file).parent.mkdir(exist_ok=True)
-                shutil.copy2(source, scratch / record.file)
-            shutil.copy2(scratch / MANIFEST, work / BEFORE)
+                clone_or_link(file_of(store.path, record), scratch / record.file)
+            with target_errors(scratch, only_writes=True):
+                shutil.copy2(work / BEFORE, scratch / MANIFEST)
+                if data is None and (store.path / LOCATION).exists():
+                    shutil.copy2(store.path / LOCATION, scratch / LOCATION)
+            place_of_data = None if data is None else user_path(data)
+            remember_places(Store.open(scratch), str(self.base), place_of_data)
             sync_tree(scratch)
             scratch.rename(place)
-            remember_places(Store.open(place), str(self.base))
         return Store.open(place)
 
     def _say(self, place: int, what: str) -> None:

@@ -57,14 +57,19 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     data = write_domains(root / "data", ("alpha", "beta"))
     store = train_store((model, data), root / "store", domains=("alpha", "beta"))
     set_router(store, input_dims=64)
+    log = log_gaps(model, store, gamma_rows(EVENTS, 100), root / "gaps.jsonl")
+    write_rows(root / "new" / "gamma.jsonl", gamma_rows(64))
+    return Places(model, store.path, log, root / "new")
+
+
+def log_gaps(model: Path, store: Store, rows: list[dict[str, Any]], path: Path) -> Path:
     served = open_served(store, str(model), "auto")
     router = load_prompt_router(store, served.model, served.tokenizer)
-    log = GapLog(root / "gaps.jsonl")
-    for row in gamma_rows(EVENTS, 100):
+    log = GapLog(path)
+    for row in rows:
         (reading,) = router.read([row["prompt"]])
         log.add(row["prompt"], reading.scores, reading.feature, router.digest)
-    write_rows(root / "new" / "gamma.jsonl", gamma_rows(64))
-    return Places(model, store.path, log.path, root / "new")
+    return path
 
 
 def copied(places: Places, directory: Path) -> Places:
@@ -128,6 +133,43 @@ def test_undo_puts_every_byte_back(grown: Grown, tmp_path: Path) -> None:
     after = hashes(own.store)
     assert after["manifest.json"] == grown.before["manifest.json"]
     assert all(after[name] == grown.before[name] for name in grown.before if "/" in name)
+
+
+def test_what_grew_is_a_domain_to_the_next_growth(
+    grown: Grown, places: Places, tmp_path: Path
+) -> None:
+    """Its rows are found where the first growth left them, and nothing may replace them."""
+    rows = [{**row, "prompt": row["prompt"].replace("gamma", "delta")} for row in gamma_rows(70)]
+    write_rows(tmp_path / "new" / "delta.jsonl", rows[:40])
+    log = log_gaps(places.model, Store.open(grown.places.store), rows[40:], tmp_path / "gaps.jsonl")
+    own = grown.places._replace(log=log, data=tmp_path / "new")
+    next_one: dict[str, Any] = {"domain": "delta", "confirm_share": 0, "iters": 2}
+    with pytest.raises(TargetError, match="rows, which must not be replaced"):
+        grow(own, grown.out, force=True, **next_one)
+    until = ("confirm", "gather", "train")
+    assert grow(own, tmp_path / "out", yes=until, **next_one).data["next"] == "gate"
+
+
+def test_files_that_a_store_names_by_whole_paths_stay_as_they_are(
+    places: Places, tmp_path: Path
+) -> None:
+    """And files that it names by ways up and down again."""
+    data = tmp_path / "data" / "here"
+    shutil.copytree(places.store.parent / "data", data)
+    domains = [
+        {"name": name, "data": {"sources": [{"path": path}], "validation_rows": 6}}
+        for name, path in {"alpha": str(data / "alpha.jsonl"), "beta": "../../beta.jsonl"}.items()
+    ]
+    (data / "beta.jsonl").rename(tmp_path / "beta.jsonl")
+    store = train_store((places.model, data), tmp_path / "store", domains=domains, iters=1)
+    set_router(store, input_dims=64)
+    log = log_gaps(places.model, store, gamma_rows(EVENTS, 100), tmp_path / "gaps.jsonl")
+    before = hashes(data), (tmp_path / "beta.jsonl").read_bytes()
+    own = places._replace(store=store.path, log=log)
+    until = ("confirm", "gather", "train")
+    result = grow(own, tmp_path / "out", yes=until, iters=1, confirm_share=0)
+    assert result.data["next"] == "gate"
+    assert (hashes(data), (tmp_path / "beta.jsonl").read_bytes()) == before
 
 
 def test_nothing_is_written_before_somebody_approves(places: Places, tmp_path: Path) -> None:
@@ -211,6 +253,10 @@ def write_provider(directory: Path, body: str) -> None:
         ("return []", "no rows of gamma"),
         ("return [{'prompt': 'a', 'completion': object()}]", "no JSON"),
         ("return [{'strange': 'a'}] * 30", "strange"),
+        ("a = []\n    a.append(a)\n    return [{'prompt': 'a', 'completion': a}]", "no JSON"),
+        ("return [{'prompt': '\\ud800', 'completion': 'a'}] * 30", "half a character"),
+        ("return iter(lambda: {'prompt': 'p', 'completion': 'x'}, None)",  # never ends
+         "1 of 1 different rows are new to the store; at least 20"),
         ("return [{'prompt': f'p {i % 5}', 'completion': 'x'} for i in range(40)]",
          "5 of 5 different rows are new to the store; at least 20"),
     ],

@@ -264,6 +264,15 @@ def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainD
     else:
         settings = data_settings_of(record)
     roots = [user_path(data)] if data else [*data_directories(store), Path()]
+    if placed := _placed(settings, roots):
+        return placed
+    files = ", ".join(source.path for source in settings.sources if source.path is not None)
+    places = ", ".join(str(root.absolute()) for root in roots)
+    raise InputError(f"{files} not there (in {places}); give --data, the directory they are in")
+
+
+def _placed(settings: DomainDataSettings, roots: Sequence[Path]) -> DomainDataSettings | None:
+    """With its files in the first directory that has all of them; None where none has."""
     for root in roots:
         sources = tuple(
             source.model_copy(update={"path": source.path and str(root / user_path(source.path))})
@@ -271,9 +280,7 @@ def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainD
         )
         if all(source.path is None or Path(source.path).exists() for source in sources):
             return settings.model_copy(update={"sources": sources})
-    files = ", ".join(source.path for source in settings.sources if source.path is not None)
-    places = ", ".join(str(root.absolute()) for root in roots)
-    raise InputError(f"{files} not there (in {places}); give --data, the directory they are in")
+    return None
 
 
 def read_rows_of(
@@ -284,7 +291,8 @@ def read_rows_of(
     notes: list[str],
 ) -> dict[str, DomainRows]:
     """Rows of each domain that is trained or measured, in the store's order; a domain of the store
-    keeps the split that it was trained with.
+    keeps the split that it was trained with, and its files where they were then, if they are not
+    in the data directory.
 
     Raises: InputError: a source that cannot be read, rows of a stored split that are gone, a domain
         without rows to train on or to validate with.
@@ -292,10 +300,14 @@ def read_rows_of(
     data = {domain.name: domain.data for domain in listed}
     records = store.manifest.domains if store else ()
     stored = {r.name: r for r in records if r.enabled and r.split is not None}
-    wanted = {name: data.get(name) or data_settings_of(r) for name, r in stored.items()}
+    root = data_root(settings)
+    roots = [root, *(data_directories(store) if store else ())]
+    wanted = dict[str, DomainDataSettings]()
+    for name, record in stored.items():
+        then = data_settings_of(record)
+        wanted[name] = data.get(name) or _placed(then, roots) or then
     known = {record.name for record in records}
     wanted |= {name: d for name, d in data.items() if name not in known and d is not None}
-    root = data_root(settings)
     gone = [
         f"\n  {name}: {root / user_path(source.path)}"
         for name in stored
