@@ -108,7 +108,8 @@ class RouterHeader(FileHeader):
     training: JsonObject = field(default_factory=dict)
     code_version: Annotated[str, Field(max_length=100)] = ""
     format_version: Literal[1] = 1
-    gaps: GapRule | None = None
+    # Not in `repr`: `router_digest` is of it, and logs of gaps have digests of before.
+    gaps: GapRule | None = field(default=None, repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """As of any record; without a gap detector there is no such key: the bytes are those of
@@ -128,6 +129,10 @@ class RouterHeader(FileHeader):
             yield f"stacks and domains differ in {name}; both name every domain"
         if self.chat_domain is not None and self.chat_domain not in self.domains:
             yield f"chat_domain {self.chat_domain} is none of the domains"
+        for part in self.gaps.parts if self.gaps else ():
+            compares = part.test != "energy"
+            if (part.layer > 0, part.references > 0) != (compares, compares):
+                yield f"gaps: {part.test} has layer {part.layer}, references {part.references}"
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""

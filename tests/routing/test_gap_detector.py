@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxstacks.files.router_file import RouterFile, RouterHeader, read_router, write_router
+from mlxstacks.files.router_file import (
+    GapPart,
+    GapRule,
+    RouterFile,
+    RouterHeader,
+    read_router,
+    write_router,
+)
 from mlxstacks.routing.gap_detector import (
     FALSE_ALARMS,
     LEAST_HELD_OUT,
@@ -20,7 +27,9 @@ from mlxstacks.routing.gap_detector import (
     fit_detector,
     fitted,
 )
-from mlxstacks.routing.router import MetaRouter, router_tensors
+from mlxstacks.routing.router import MetaRouter, router_digest, router_tensors
+from tests.files.router_cases import router_header
+from tests.files.router_cases import router_tensors as random_tensors
 
 WIDTH = 12
 DOMAINS = ("a", "b", "c")
@@ -117,6 +126,27 @@ def test_one_domain_gets_a_test_that_was_not_compared() -> None:
     detector, note = fit_detector(alone)
     assert detector is not None
     assert "fewer than two domains" in note
+
+
+def test_a_router_without_a_detector_is_as_before_there_were_any(tmp_path: Path) -> None:
+    """In bytes, and in the digest that logs of gaps have. Both were taken then."""
+    header = router_header()
+    network = MetaRouter(6, 2, 4)
+    network.load_weights([*random_tensors(header).items()])
+    assert router_digest(header, network) == "442745999f6b8e4b"
+    sha256 = write_router(tmp_path / "r.safetensors", random_tensors(header), header)
+    assert sha256 == "7d04fba0a1010655a8638e846d335a6c56497c08855be29299f31ba5910dd769"
+
+
+@pytest.mark.parametrize(
+    ("test", "layer", "references"),
+    [("energy", 3, 0), ("energy", 0, 2), ("mahalanobis", 0, 2), ("nearest prompt", 3, 0)],
+)
+def test_a_part_without_what_it_compares_with_is_none(
+    test: Any, layer: int, references: int
+) -> None:
+    rule = GapRule((GapPart(test, layer, references, 0, 0.0, 1.0),), 0.0)
+    assert any("gaps" in problem for problem in router_header(gaps=rule).problems())
 
 
 def test_a_detector_is_kept_with_its_router(tmp_path: Path) -> None:
