@@ -15,14 +15,15 @@ Wolf 2004). A mean of several tests, each in deviations of known prompts, is a c
 Which one a router gets is found without any unseen domain: each of its domains is left out in turn,
 a candidate fitted on the others, and what it finds of the one that was left out counts. Its
 threshold is one that a known prompt exceeds with a probability of at most 5%: the order statistic
-of held-out prompts by which a split conformal test rejects.
+of held-out prompts by which a split conformal test rejects. (For several tests that is nearly so:
+what each is divided by comes from the same prompts.)
 
 Letters: N prompts, L layers, D width of the base, q directions, r references.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,16 @@ class GapRows:
     domains: tuple[str, ...]
     labels: Sequence[Label]
     held_out: np.ndarray
+    _spaces: dict[int, "_Space"] = field(default_factory=dict, init=False, repr=False)
+
+    def space(self, layer: int) -> "_Space":
+        """What training prompts say of a layer; worked out once."""
+        if layer not in self._spaces:
+            is_trained = ~self.held_out
+            labels = [label for label, keep in zip(self.labels, is_trained, strict=True) if keep]
+            means = self.means[is_trained, self.layers.index(layer)]
+            self._spaces[layer] = _space(means, labels)
+        return self._spaces[layer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +114,7 @@ def fit_detector(rows: GapRows) -> tuple[GapDetector | None, str]:
             f"({LEAST_HELD_OUT} are needed); a gap is where every score is low."
         )
     tests = list(candidates(rows.layers))
-    found = {spelled(parts): _left_out(rows, parts) for parts in tests}
-    table = {name: rates for name, rates in found.items() if rates}
-    note = ""
+    table, note = _left_out(rows, tests), ""
     if table:
         # the first of equals: fewer tests come before more
         best = max(table, key=lambda name: _mean_rate(table[name]))
@@ -144,11 +153,11 @@ def _mean_rate(rates: Mapping[str, Any]) -> float:
     return float(np.mean([rate["rate"] for rate in rates.values()]))
 
 
-def _left_out(rows: GapRows, tests: Tests) -> dict[str, Any]:
-    """Domain -> the rate at which it is found where the tests never saw it. The router did see it,
-    as another domain than the rest, which is to the favour of `energy`.
+def _left_out(rows: GapRows, tests: Sequence[Tests]) -> dict[str, dict[str, Any]]:
+    """Candidate -> domain -> the rate at which it is found where the tests never saw it. The router
+    did see it, as another domain than the rest, which is to the favour of `energy`.
     """
-    rates = {}
+    table: dict[str, dict[str, Any]] = {}
     for place, name in enumerate(rows.domains):
         alone = np.array([label == (name,) for label in rows.labels])
         known = np.array([name not in label for label in rows.labels])
@@ -157,12 +166,14 @@ def _left_out(rows: GapRows, tests: Tests) -> dict[str, Any]:
             continue
         if not any(label for label, is_known in zip(rows.labels, known, strict=True) if is_known):
             continue
-        detector = fitted(some_rows(rows, known, others), tests)
-        unseen = some_rows(rows, alone, others)
-        at = [rows.layers.index(layer) for layer in detector.layers]
-        flags = detector.is_gap(unseen.means[:, at], unseen.logits)
-        rates[name] = rate_json(int(flags.sum()), len(flags))
-    return rates
+        seen, unseen = some_rows(rows, known, others), some_rows(rows, alone, others)
+        for parts in tests:
+            detector = fitted(seen, parts)
+            at = [rows.layers.index(layer) for layer in detector.layers]
+            flags = detector.is_gap(unseen.means[:, at], unseen.logits)
+            rate = rate_json(int(flags.sum()), len(flags))
+            table.setdefault(spelled(parts), {})[name] = rate
+    return table
 
 
 def some_rows(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapRows:
@@ -177,15 +188,12 @@ def some_rows(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapR
 
 def fitted(rows: GapRows, tests: Tests) -> GapDetector:
     """References and whitening from training prompts, scale and threshold from held-out ones."""
-    parts, tensors = [], dict[str, np.ndarray]()
-    trained, held_out = ~rows.held_out, rows.held_out
+    parts, tensors, held_out = [], dict[str, np.ndarray](), rows.held_out
     for number, (test, layer) in enumerate(tests):
         at, arrays = None, dict[str, np.ndarray]()
         if layer:
-            at = rows.means[:, rows.layers.index(layer)]
-            labels = [label for label, is_in in zip(rows.labels, trained, strict=True) if is_in]
-            arrays = _compared(number, test, at[trained], labels)
-            at = at[held_out]
+            at = rows.means[held_out, rows.layers.index(layer)]
+            arrays = _compared(number, test, rows.space(layer))
         values = _measured(test, number, arrays, at, rows.logits[held_out])
         references, directions = (
             len(arrays[f"gap.{number}.{name}"]) if layer else 0
@@ -224,23 +232,38 @@ def _measured(
     return np.asarray(-(_unit(points) @ references.T).max(axis=1))
 
 
-def _compared(
-    number: int, test: GapTest, means: np.ndarray, labels: Sequence[Label]
-) -> dict[str, np.ndarray]:
-    """The tensors of a part from training prompts: means (N, D) and their labels."""
-    classes = {label: [i for i, other in enumerate(labels) if other == label] for label in labels}
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """Of a layer: centre (D,), directions (q, D), scales (q + 1), and, whitened, the mean prompts
+    of classes (c, D) and the training prompts (N, D), at most MOST_REFERENCES of them.
+    """
+
+    centre: np.ndarray
+    directions: np.ndarray
+    scales: np.ndarray
+    classes: np.ndarray
+    prompts: np.ndarray
+
+
+def _space(means: np.ndarray, labels: Sequence[Label]) -> _Space:
+    """means (N, D) of training prompts and their labels."""
+    classes: dict[Label, list[int]] = {}
+    for place, label in enumerate(labels):
+        classes.setdefault(label, []).append(place)
     of_class = {label: means[at].mean(axis=0) for label, at in classes.items()}
-    centre = means.mean(axis=0)
     inside = means - np.stack([of_class[label] for label in labels])
-    directions, scales = _whitening(inside.astype(np.float64))
-    if test == "mahalanobis":
-        references = _whitened(np.stack(list(of_class.values())), centre, directions, scales)
-    else:
-        # evenly over the prompts, whose order is by domain
-        step = max(1, math.ceil(len(means) / MOST_REFERENCES))
-        references = _unit(_whitened(means[::step], centre, directions, scales))
+    axes = means.mean(axis=0), *_whitening(inside.astype(np.float64))
+    # evenly over the prompts, whose order is by domain
+    step = max(1, math.ceil(len(means) / MOST_REFERENCES))
+    points = np.stack([*of_class.values()]), means[::step]
+    return _Space(*axes, *(_whitened(each, *axes) for each in points))
+
+
+def _compared(number: int, test: GapTest, space: _Space) -> dict[str, np.ndarray]:
+    """The tensors of a part."""
     arrays = {
-        "centre": centre, "directions": directions, "scales": scales, "references": references
+        "centre": space.centre, "directions": space.directions, "scales": space.scales,
+        "references": space.classes if test == "mahalanobis" else _unit(space.prompts),
     }  # fmt: skip
     return {f"gap.{number}.{name}": array.astype(np.float32) for name, array in arrays.items()}
 
