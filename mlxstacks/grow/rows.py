@@ -32,16 +32,15 @@ def write_rows(settings: GrowSettings, count: int, path: Path, tokenizer: Any, s
 
     Raises: InputError: the source cannot be read, a row fits no format, too few rows are left.
     """
-    name = str(settings.domain)
+    name, known = str(settings.domain), _row_ids(store)
     if settings.provider is None:
-        source, cap = user_path(str(settings.data)) / f"{name}.jsonl", count
+        source, cap = user_path(str(settings.data)) / f"{name}.jsonl", count + len(known)
     else:
         source, cap = path.with_suffix(".given"), None
         _write(source, _provided(settings.provider, name, count))
     data = DomainDataSettings(sources=(SourceSettings(path=source.name, cap=cap),))
     examples, _ = read_source(data.sources[0], data, source.parent, special_tokens(tokenizer))
-    known = _row_ids(store)
-    rows = [example.record for row_id, example in sorted(examples.items()) if row_id not in known]
+    rows = {row_id: each.record for row_id, each in examples.items() if row_id not in known}
     if settings.provider is not None:
         source.unlink()
     if len(rows) < min(LEAST_ROWS, count):
@@ -49,7 +48,7 @@ def write_rows(settings: GrowSettings, count: int, path: Path, tokenizer: Any, s
             f"{name}: {len(rows)} of {len(examples)} different rows are new to the store; at least "
             f"{LEAST_ROWS} are needed that none of its domains was trained or judged with"
         )
-    _write(path, rows)
+    _write(path, [rows[row_id] for row_id in sorted([*rows][:count])])
     return len(examples) - len(rows)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError, StoreError, TargetError
@@ -56,7 +57,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     model = write_tiny_model(root / "model")
     data = write_domains(root / "data", ("alpha", "beta"))
     store = train_store((model, data), root / "store", domains=("alpha", "beta"))
-    set_router(store, input_dims=64)
+    set_router(store, input_dims=64, threshold=0.13)
     log = log_gaps(model, store, gamma_rows(EVENTS, 100), root / "gaps.jsonl")
     write_rows(root / "new" / "gamma.jsonl", gamma_rows(64))
     return Places(model, store.path, log, root / "new")
@@ -84,7 +85,7 @@ def settings_for(places: Places, out: Path, **changes: Any) -> GrowSettings:
         "store_path": str(places.store), "model": str(places.model), "log_path": str(places.log),
         "data": str(places.data), "domain": "gamma", "minimum_events": 20, "yes": ("all",),
         "samples_per_domain": 12, "iters": 60, "learning_rate": 2e-2, "rounds": 1,
-        "max_fall": 99.0, "save_path": str(out),
+        "max_fall": 99.0, "confirm_share": 0.7, "save_path": str(out),
     }  # fmt: skip
     return GrowSettings.model_validate(values | changes)
 
@@ -116,7 +117,9 @@ def test_the_store_takes_the_domain_with_a_router_that_knows_it(grown: Grown) ->
     store = Store.open(grown.places.store)
     assert grown.result.data["accepted"]
     assert [domain.name for domain in store.manifest.domains] == ["alpha", "beta", "gamma"]
-    assert store.read_router().header.domains == ("alpha", "beta", "gamma")
+    header = store.read_router().header
+    assert header.domains == ("alpha", "beta", "gamma")
+    assert header.threshold == 0.13  # of a router whose training settings are not known
     after = hashes(store.path)
     kept = {name for name in grown.before if name.startswith(("stacks/", "splits/"))}
     assert all(after[name] == grown.before[name] for name in kept)
@@ -180,7 +183,10 @@ def test_nothing_is_written_before_somebody_approves(places: Places, tmp_path: P
     assert f"{EVENTS} prompts had no domain that fits" in result.verdict
     assert {path.name for path in tmp_path.iterdir()} == {"store"}
     assert hashes(own.store) == before
-    few = grow(own, tmp_path / "out", minimum_events=EVENTS + 1)
+    # of another width, as a log may hold that was made elsewhere
+    log, other = GapLog(shutil.copy(places.log, tmp_path)), np.ones(32)
+    log.add("wide", {}, other, json.loads(places.log.read_text().splitlines()[0])["router"])
+    few = grow(own._replace(log=log.path), tmp_path / "out", minimum_events=EVENTS + 1)
     assert few.outcome == "no gap"
     assert hashes(own.store) == before
 
@@ -275,8 +281,13 @@ def test_rows_that_the_store_knows_are_left_out(places: Places, tmp_path: Path) 
     trained = places.store.parent / "data" / "alpha.jsonl"
     (tmp_path / "new").mkdir()
     shutil.copy(trained, tmp_path / "new" / "gamma.jsonl")
-    with pytest.raises(InputError, match="0 of 12 different rows are new to the store"):
+    with pytest.raises(InputError, match="0 of 24 different rows are new to the store"):
         grow(places, tmp_path / "out", data=str(tmp_path / "new"))
+    with (tmp_path / "new" / "gamma.jsonl").open("a") as lines:
+        lines.write((places.data / "gamma.jsonl").read_text())
+    result = grow(places, tmp_path / "more", data=str(tmp_path / "new"), rows=40,
+                  yes=("confirm", "gather"))  # fmt: skip
+    assert checks_of(result, "gather")["rows"]["found"] == "40; 24 more are the store's"
 
 
 def test_rows_that_are_not_what_was_asked_for_are_refused(places: Places, tmp_path: Path) -> None:
