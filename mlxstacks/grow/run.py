@@ -301,16 +301,19 @@ class _Growth(Study):
         trained_anew = route_train.run(
             RouterTrainSettings.model_validate({
                 **known, **here, "targets": str(discovered), "save_path": str(trained),
-                "extend": "new", "install": False, "force": True,
+                "extend": "all", "install": False, "force": True,
             }),
             progress=self._part("route"),
         )  # fmt: skip
         before = read_manifest(work, BEFORE).router
         assert before is not None
+        # On rows that the routers may know: those that both were not trained on are too few, and
+        # whether old domains lose is asked, not how good a router is.
         judged = evaluate.run(
             RouteEvaluateSettings(
                 **here, sources=tuple(old), targets=str(discovered), gap_rows=0, sample_prompts=0,
                 random_control=False, rows_per_group=settings.samples_per_domain,
+                include_trained=True,
                 routers=(str(file_of(fork.path, before)), str(trained / ROUTER_FILE)),
                 save_path=str(work / "evaluate"), force=True,
             )
