@@ -373,7 +373,13 @@ def load_prompt_router(
         file = read_router(router_file_at(router_path))
     notes = check_router(file.header, store)
     features = features_for(file.header, model, tokenizer)
-    return PromptRouter(network_of(file), file.header, features, notes, detector_of(file))
+    detector = detector_of(file)
+    if detector is not None and max(detector.layers, default=0) > features.num_layers:
+        raise StoreError(
+            f"the router's gap detector reads layer {max(detector.layers)}, this base has "
+            f"{features.num_layers}; it is of another base: train one with `mlxstacks route train`"
+        )
+    return PromptRouter(network_of(file), file.header, features, notes, detector)
 
 
 def router_file_at(path: str | Path) -> Path:

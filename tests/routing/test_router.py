@@ -4,6 +4,7 @@ tests/fixtures/router_parity.py made the expected numbers. Run: pytest tests/rou
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from hypothesis import strategies as st
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.router_file import RouterFile, RouterHeader, router_shapes, write_router
+from mlxstacks.files.router_file import (
+    GapPart,
+    GapRule,
+    RouterFile,
+    RouterHeader,
+    gap_shapes,
+    router_shapes,
+    write_router,
+)
 from mlxstacks.files.store import Store
 from mlxstacks.routing.features import PromptFeatures
 from mlxstacks.routing.router import (
@@ -267,6 +276,18 @@ def test_router_of_another_base_is_refused(served: Any, tmp_path: Path) -> None:
     router = PromptRouter(network_of(file), narrow, PromptFeatures(model, tokenizer))
     with pytest.raises(StoreError, match="32 dims"):
         router.score("prompt")
+
+
+def test_a_gap_detector_of_a_deeper_base_is_refused(served: Any, tmp_path: Path) -> None:
+    model, tokenizer, base = served
+    store = Store.create(tmp_path / "store", "m", base)
+    part = GapPart("nearest prompt", 99, references=2, directions=1, mean=0.0, deviation=1.0)
+    header = replace(header_for(base), gaps=GapRule((part,), 0.0))
+    shapes = gap_shapes(0, part, header.input_dims)
+    gaps = {name: mx.zeros(shape) for name, shape in shapes.items()}
+    write_router(tmp_path / "r.safetensors", {**tensors_for(header), **gaps}, header)
+    with pytest.raises(StoreError, match="reads layer 99, this base has"):
+        load_prompt_router(store, model, tokenizer, tmp_path / "r.safetensors")
 
 
 def test_a_router_is_read_back_bit_for_bit() -> None:
