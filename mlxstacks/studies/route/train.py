@@ -244,7 +244,7 @@ def _facts(data: Mapping[str, Any]) -> Table:
             "router": f"{data['parameters']:,} parameters on {data['input_dims']} dims",
             "split": f"{split['training']:,} to train, {split['validation']:,} held out",
             "best epoch": str(data["best_epoch"]),
-            "test for gaps": _gap_words(data["metrics"]["gap_detector"]),
+            "test for gaps": _gap_words(data["metrics"].get("gap_detector")),
             "router in the store": data["installed"] or "not put there",
         }
     return Table.of_facts("facts", "Training", rows)
@@ -291,7 +291,7 @@ def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
         for row in metrics["calibration"]["bins"]
     )  # fmt: skip
     hits = ((name, *rate_cells(rate)) for name, rate in _hits(metrics).items())
-    gaps = metrics["gap_detector"]
+    gaps = metrics.get("gap_detector")  # earlier versions had none
     return (
         _facts(data),
         Table.of("held-out", "On prompts that were held out", {"what": "text", **RATE}, hits),

@@ -213,6 +213,7 @@ def test_data_that_is_gone_is_named_and_nothing_changes(
     mine = (places[0], data)
     before = hashes(tmp_path / "store")
     (data / "alpha.jsonl").rename(tmp_path / "moved.jsonl")
+    (tmp_path / "store" / "base.json").unlink()  # which says where its rows were
     settings = settings_for(*mine, tmp_path / "store", **{**TWO, "domains": ("beta",)})
     with pytest.raises(InputError) as refused:
         stack_run.run(settings)
