@@ -10,7 +10,6 @@ router. Prints a table; writes nothing.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def prompts_of(file: Path, rows: int) -> list[str]:
 def read_rows(model: str, files: dict[str, Path], rows: int) -> GapRows:
     """Means behind the layers that are compared, of every prompt."""
     loaded, tokenizer, _ = base_model.load(Path(model), lazy=True)
-    prepare_base(loaded, "float32" if os.uname().sysname == "Linux" else "auto", [])
+    prepare_base(loaded, "auto", [])
     features = PromptFeatures(loaded, tokenizer, max_tokens=96)
     features.pooled_layers = candidate_layers(features.num_layers)
     prompts = {name: prompts_of(file, rows) for name, file in files.items()}

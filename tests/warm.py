@@ -39,7 +39,7 @@ _OTHER_SERVERS: dict[str, forkserver.ForkServer] = {}
 
 
 def start(command: str, settings_json: str) -> ForkServerProcess:
-    """A run of `train`, `align`, `stack` or `sweep` in a process of its own."""
+    """A run of `train`, `align`, `stack`, `grow` or `sweep` in a process of its own."""
     process = _CONTEXT.Process(target=_run, args=(command, settings_json), daemon=False)
     process.start()
     return process
@@ -233,6 +233,11 @@ def _run(command: str, settings_json: str) -> None:
         from mlxstacks.training.settings import AlignSettings
 
         run_align(AlignSettings.model_validate_json(settings_json))
+    elif command == "grow":
+        from mlxstacks.grow.run import run as run_grow
+        from mlxstacks.grow.settings import GrowSettings
+
+        run_grow(GrowSettings.model_validate_json(settings_json))
     elif command == "stack":
         from mlxstacks.studies.stack.run import run as run_stack
         from mlxstacks.training.settings import StackRunSettings

@@ -5,9 +5,7 @@ from typing import Any
 
 from mlxstacks.command_line import command_line
 from mlxstacks.grow.settings import STAGES, GrowSettings, Stage
-from mlxstacks.routing.gaps import GapCluster
 from mlxstacks.study.document import Cell, Table, counted
-from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
 
 Stages = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -19,18 +17,11 @@ _DOES = {
     "route": "extend the router on the copy, and test it on the other domains",
     "accept": "put domain and router into the store, in one change",
 }
-_SHOWN_CHARACTERS = 60
-
-
-def gap_table(clusters: Sequence[GapCluster], settings: GrowSettings) -> Table:
-    """The largest group first."""
-    rows: list[tuple[Cell, ...]] = [
-        (number, len(cluster.events), cluster.cohesion,
-         "\n".join(short(text, _SHOWN_CHARACTERS) for text in cluster.prompts(settings.samples)))
-        for number, cluster in enumerate(clusters[:5], start=1)
-    ]  # fmt: skip
-    columns: Any = {"group": "count", "events": "count", "cosine": ("number", 2), "prompts": "text"}
-    return Table.of("gaps", "Prompts that no domain fits", columns, rows)
+ABOUT = {
+    "kind": "grow",
+    "title": "Growth of a store",
+    "question": "Which prompts does no domain fit, and can the store learn them without harm?",
+}
 
 
 def stage_table(done: Stages, next_stage: Stage | None) -> Table:
@@ -42,7 +33,7 @@ def stage_table(done: Stages, next_stage: Stage | None) -> Table:
             rows.append((stage, _DOES[stage], state, "", ""))
         for check in done.get(stage, ()):
             state = "passed" if check["passed"] else "FAILED"
-            rows.append((stage, check["check"], state, check["found"], check["needed"]))
+            rows.append((stage, check["name"], state, check["found"], check["needed"]))
     columns: Any = dict.fromkeys(("stage", "check", "state", "found", "needed"), "text")
     return Table.of("stages", "Stages", columns, rows)
 
@@ -59,7 +50,7 @@ def waiting(head: Result, settings: GrowSettings, stage: Stage, done: Stages) ->
     passed = f"{', '.join(done)} passed. " if done else ""
     return head.model_copy(update={
         "verdict": f"{passed}The store is as it was; next is {stage}: {_DOES[stage]}.",
-        "blocks": (*head.blocks[:1], stage_table(done, stage)),
+        "blocks": (stage_table(done, stage),),
         "data": {"stages": dict(done), "next": stage},
         "next_steps": {"Next": again},
     })  # fmt: skip
@@ -68,31 +59,31 @@ def waiting(head: Result, settings: GrowSettings, stage: Stage, done: Stages) ->
 def concluded(settings: GrowSettings, watched: Mapping[str, Any], done: Stages) -> Result:
     """The result of a run that has nothing left to do."""
     failed = [
-        f"{stage}: {check['check']}: {check['found']}, needed is {check['needed']}"
+        f"{stage}: {check['name']}: {check['found']}, needed is {check['needed']}"
         for stage, checks in done.items()
         for check in checks
         if not check["passed"]
     ]
     events = watched["events"]
     store, name = settings.store_path, settings.domain
-    steps, gate = {}, None
+    steps, gate = dict[str, str](), None
     if "accept" in done:
         outcome = f"{name} accepted"
         verdict = (
-            f"{name} is in {store}, with a router that knows it, from {counted(events, 'gap')}; "
-            "every other domain passed its checks."
+            f"Accepted: {name} is in {store}, with a router that knows it, from "
+            f"{counted(events, 'gap')}; every other domain passed its checks."
         )
         steps = {"Undo": command_line("mlxstacks stacks undo", store)}
     elif failed:
         outcome = f"{name} refused"
-        verdict = f"{name} is refused, and the store is as it was. " + "; ".join(failed) + "."
         gate = "; ".join(failed)
+        verdict = f"Refused: {name}. The store is as it was. {gate[0].upper()}{gate[1:]}."
     else:
         outcome = "no gap"
         least = settings.minimum_events
         verdict = f"No domain is proposed: {counted(events, 'gap')} so far, {least} are asked for."
     return Result(
-        kind="grow", title="Growth of a store", status="done", outcome=outcome, verdict=verdict,
+        **ABOUT, status="done", outcome=outcome, verdict=verdict,
         data={"accepted": "accept" in done, "stages": dict(done), "gaps": watched["groups"]},
         blocks=(stage_table(done, None),), failed_gate=gate, next_steps=steps,
     )  # fmt: skip

@@ -15,10 +15,12 @@ run, the store is as it was. A stage whose checks fail ends the run: the result 
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mlxstacks import base_model
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import sync_tree, target_errors, user_path
@@ -31,10 +33,10 @@ from mlxstacks.files.store_files import LOCATION, MANIFEST, file_of, read_manife
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.grow import checks
 from mlxstacks.grow.checks import Check
-from mlxstacks.grow.report import concluded, gap_table, stage_table, waiting
+from mlxstacks.grow.report import ABOUT, concluded, stage_table, waiting
 from mlxstacks.grow.rows import LEAST_ROWS, known_sources, labelled, write_rows
 from mlxstacks.grow.settings import STAGES, GrowSettings, Stage
-from mlxstacks.routing.gaps import GapEvent, cluster_gaps, read_gaps
+from mlxstacks.routing.gaps import GapCluster, GapEvent, cluster_gaps, read_gaps
 from mlxstacks.routing.router import (
     ROUTER_FILE,
     load_prompt_router,
@@ -45,6 +47,7 @@ from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.studies.route import discover, evaluate
 from mlxstacks.studies.route import train as route_train
 from mlxstacks.studies.route.data import routed_domains
+from mlxstacks.studies.route.gaps import group_table
 from mlxstacks.studies.route.served import open_served
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
 from mlxstacks.studies.stack.plan import data_settings_of, run_settings_of
@@ -54,13 +57,9 @@ from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.result import Result
 from mlxstacks.training.settings import DomainSettings, StackRunSettings
 
-ABOUT = {
-    "kind": "grow",
-    "title": "Growth of a store",
-    "question": "Which prompts does no domain fit, and can the store learn them without harm?",
-}
 MOST_HELD_OUT, MOST_EVENTS = 100, 10_000
 ROWS, FORK, BEFORE = "rows", "store", "before.json"
+_SHOWN_GROUPS = 5
 _BEGIN_AGAIN = "undo that change and run again, or begin again with --no-resume"
 _Progress = Callable[..., None]
 
@@ -86,7 +85,9 @@ def run(
         raise InputError("grow needs a store: give its directory (`mlxstacks stack` makes one)")
     study = _Growth(settings, progress)
     if dry_run or not settings.yes:
-        return study.planned()
+        planned = study.planned()
+        groups = group_table(settings, study.clusters[:_SHOWN_GROUPS])
+        return planned.model_copy(update={"blocks": (groups, *planned.blocks)})
     if settings.domain is None:
         raise InputError("grow needs a name for the new domain from `confirm` on: give --domain")
     if settings.data is None and settings.provider is None:
@@ -121,15 +122,18 @@ class _Growth(Study):
         self.header, notes = router.header, list[str]()
         self.base = find_base(store, settings.model, notes).directory
         self.events = self._watch(router_digest(router.header, network_of(router)))
-        self.clusters = cluster_gaps(self.events, settings.similarity, centre=settings.centre)
         shown = settings.model_dump(mode="json", exclude={*PLACES, "yes"})
         self.head = Result(
             **ABOUT, status="planned", settings=shown, notes=tuple(notes),
             plan={**shown, "base_fingerprint": store.manifest.base_fingerprint},
-            blocks=(gap_table(self.clusters, settings), stage_table({}, None)),
-            verdict=self._found(), directory=settings.save_path,
+            blocks=(stage_table({}, None),), verdict=self._found(), directory=settings.save_path,
         )  # fmt: skip
         return self.head
+
+    @cached_property
+    def clusters(self) -> list[GapCluster]:
+        """Groups of like gaps, the largest first."""
+        return cluster_gaps(self.events, self.settings.similarity, centre=self.settings.centre)
 
     def steps(self, work: Path) -> Iterator[Step]:
         yield Step("watch", self._write_watch, ("watch.json", BEFORE))
@@ -145,11 +149,12 @@ class _Growth(Study):
             if not (work / file).exists():
                 if not self.settings.may(stage):
                     raise _NotApprovedError(stage, read_stages(work))
-                self._say(place, stage)
+                if self.progress:
+                    self.progress(place, len(STAGES), stage)
 
             def write(scratch: Path, do: Any = do, file: str = file) -> None:
                 found = do(work, scratch)
-                write_json(scratch / file, {"checks": [check.as_json() for check in found]})
+                write_json(scratch / file, {"checks": [asdict(check) for check in found]})
 
             outputs = (file, f"{ROWS}/{self.name}.jsonl") if stage == "gather" else (file,)
             yield Step(stage, write, outputs)
@@ -218,10 +223,10 @@ class _Growth(Study):
 
     def _gather(self, work: Path, scratch: Path) -> list[Check]:
         (scratch / ROWS).mkdir()
-        served = open_served(self.store, str(self.base), self.settings.base)
+        tokenizer = base_model.load(self.base, lazy=True)[1]
         path = scratch / ROWS / f"{self.name}.jsonl"
-        known = write_rows(self.settings, self.settings.rows, path, served.tokenizer, self.store)
-        found = f"{_count(path)}; {known} more are the store's"
+        known = write_rows(self.settings, self.settings.rows, path, tokenizer, self.store)
+        found = f"{_count(path)}" + (f"; {known} left out that the store knows" if known else "")
         return [Check("rows", True, found, f"{LEAST_ROWS} or more")]
 
     def _train(self, work: Path, scratch: Path) -> list[Check]:
@@ -369,10 +374,6 @@ class _Growth(Study):
             sync_tree(scratch)
             scratch.rename(place)
         return Store.open(place)
-
-    def _say(self, place: int, what: str) -> None:
-        if self.progress:
-            self.progress(place, len(STAGES), what)
 
     def _part(self, stage: Stage) -> _Progress | None:
         """Progress of a command that a stage runs."""

@@ -119,10 +119,10 @@ class PromptFeatures:
             # The last layer's residuals are what the head is given, after the final norm.
             mid = (noted[middle] if middle < self.num_layers else last).astype(mx.float32)
             last = last.astype(mx.float32)
-            kept = mx.array(mask)[..., None]
             means = [
-                mx.where(kept, mx.fast.rms_norm(noted[n].astype(mx.float32), None, _EPS), 0).sum(1)
-                / kept.sum(1)
+                masked_mean(
+                    mx.fast.rms_norm(noted[n].astype(mx.float32), None, _EPS), mx.array(mask)
+                )
                 for n in self.pooled_layers
             ]
             pooled = mx.stack(means, 1) if means else mx.zeros((len(prompts), 0, last.shape[-1]))
@@ -158,6 +158,11 @@ class PromptFeatures:
                 layer = self._model.layers[number - 1]
                 watching.enter_context(watched(layer, note_of(number)))
             yield noted
+
+
+def masked_mean(x: mx.array, mask: mx.array) -> mx.array:
+    """x (B, S, D), mask (B, S) bool -> (B, D): the mean over the tokens that count."""
+    return mx.where(mask[..., None], x, 0).sum(axis=1) / mask.sum(axis=1, keepdims=True)
 
 
 @contextmanager

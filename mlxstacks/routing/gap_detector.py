@@ -134,11 +134,10 @@ Tests = tuple[tuple[GapTest, int], ...]
 
 def candidates(layers: Sequence[int]) -> Iterator[Tests]:
     """The tests that are compared, few before many: each alone, and means of them."""
-    yield (("energy", 0),)
     nearest: Tests = tuple(("nearest prompt", layer) for layer in layers)
     far: Tests = tuple(("mahalanobis", layer) for layer in layers)
-    yield from ((test,) for test in (*nearest, *far))
-    yield from (nearest, far, far[-2:], (("energy", 0), *nearest, *far))
+    every: Tests = (("energy", 0), *nearest, *far)
+    yield from dict.fromkeys([*((test,) for test in every), nearest, far, far[-2:], every])
 
 
 def spelled(tests: Tests) -> str:

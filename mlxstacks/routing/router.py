@@ -33,7 +33,7 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.router_file import RouterFile, RouterHeader, check_router, read_router
 from mlxstacks.files.store import Store
-from mlxstacks.routing.features import PromptFeatures
+from mlxstacks.routing.features import PromptFeatures, masked_mean
 from mlxstacks.routing.gap_detector import GapDetector, detector_of
 from mlxstacks.routing.settings import RouterTrainSettings
 
@@ -180,9 +180,7 @@ class SimilarityNetwork(nn.Module):
 
     def __call__(self, x: mx.array, mask: mx.array, key: mx.array | None = None) -> mx.array:
         """Features x (B, S, D) float32, mask (B, S) bool -> logits (B, n) float32."""
-        kept = mx.where(mask[..., None], x, 0)
-        mean = mx.sum(kept, axis=1) / mx.sum(mask, axis=1, keepdims=True)  # (B, D)
-        cosines = _unit(mean - self.centre) @ self.centroids.T  # (B, n)
+        cosines = _unit(masked_mean(x, mask) - self.centre) @ self.centroids.T  # (B, n)
         scores = mx.clip(cosines, self._SMALLEST, 1 - self._SMALLEST)
         return mx.log(scores / (1 - scores))
 
@@ -332,14 +330,11 @@ class PromptRouter:
         if self.detector is not None:
             gaps = self.detector.is_gap(np.array(means), np.array(logits)).tolist()
         return [
-            PromptReading(
-                dict(zip(self.domains, row, strict=True)),
-                self.features.pooled(feature[: len(prompt)]), gap,
+            PromptReading(dict(zip(self.domains, row, strict=True)), feature, gap)
+            for row, feature, gap in zip(
+                rows, np.array(masked_mean(features, mask)), gaps, strict=True
             )
-            for row, feature, prompt, gap in zip(
-                rows, np.array(features), prompts, gaps, strict=True
-            )
-        ]  # fmt: skip
+        ]
 
 
 def router_digest(header: RouterHeader, network: MetaRouter | SimilarityNetwork) -> str:

@@ -110,7 +110,7 @@ def grown(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Grown:
 
 
 def checks_of(result: Result, stage: str) -> dict[str, Any]:
-    return {check["check"]: check for check in result.data["stages"][stage]}
+    return {check["name"]: check for check in result.data["stages"][stage]}
 
 
 def test_the_store_takes_the_domain_with_a_router_that_knows_it(grown: Grown) -> None:
@@ -240,7 +240,7 @@ def test_answers_that_do_not_belong_to_their_prompts_are_refused(
     assert found["gain over the base"]["passed"]
     assert not found["answers belong to their prompts"]["passed"]
     assert result.failed_gate is not None
-    assert "gamma is refused" in result.verdict
+    assert "Refused: gamma" in result.verdict
     assert "route" not in result.data["stages"]
     assert hashes(own.store) == before
 
@@ -287,7 +287,7 @@ def test_rows_that_the_store_knows_are_left_out(places: Places, tmp_path: Path) 
         lines.write((places.data / "gamma.jsonl").read_text())
     result = grow(places, tmp_path / "more", data=str(tmp_path / "new"), rows=40,
                   yes=("confirm", "gather"))  # fmt: skip
-    assert checks_of(result, "gather")["rows"]["found"] == "40; 24 more are the store's"
+    assert checks_of(result, "gather")["rows"]["found"] == "40; 24 left out that the store knows"
 
 
 def test_rows_that_are_not_what_was_asked_for_are_refused(places: Places, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def run(settings: RouteGapsSettings) -> Result:
             "events_too_old": too_old,
             "clusters": [c.as_json(settings.samples, settings.minimum_events) for c in clusters],
         },
-        blocks=(_table(settings, clusters),) if clusters else (),
+        blocks=(group_table(settings, clusters),) if clusters else (),
         notes=(*(f"Note: {note}" for note, count in notes.items() if count),
                f"{found}."),
     )  # fmt: skip
@@ -72,7 +72,7 @@ def _verdict(settings: RouteGapsSettings, clusters: Sequence[GapCluster], events
     )
 
 
-def _table(settings: RouteGapsSettings, clusters: Sequence[GapCluster]) -> Table:
+def group_table(settings: RouteGapsSettings, clusters: Sequence[GapCluster]) -> Table:
     """The largest group first."""
     rows = []
     for number, cluster in enumerate(clusters, start=1):
