@@ -22,7 +22,6 @@ from typing import Any
 
 import mlxstacks
 from mlxstacks.errors import InputError
-from mlxstacks.study.buffer_counter import preload
 
 Message = dict[str, Any]
 _LOG_CHARACTERS = 2000
@@ -36,7 +35,6 @@ def run_child(
     specification: Message,
     log: Path,
     on_message: Callable[[Message], None],
-    counting_library: str | None = None,
 ) -> int:
     """Run `python -m module` to its end; returns its exit code, minus the signal that killed it.
 
@@ -45,7 +43,7 @@ def run_child(
     # The same package for the child, wherever it is started from.
     package = str(Path(mlxstacks.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | preload(counting_library)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with log.open("ab") as printed:
         child = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -76,7 +74,6 @@ def run_cell(
     specification: Message,
     log: Path,
     on_progress: Callable[[Message], None],
-    counting_library: str | None = None,
 ) -> Message:
     """Run one cell of a study in a process of its own, however it ends; returns its last word, with
     `status`: what the cell says, or "crashed" with a `reason`.
@@ -92,7 +89,7 @@ def run_cell(
         else:
             on_progress(message)
 
-    code = run_child(module, specification, log, on_message, counting_library)
+    code = run_child(module, specification, log, on_message)
     if last.get("status") == "wrong":
         raise InputError(f"{log.stem}: {last['reason']}")
     if "status" not in last and code >= 0:

@@ -207,6 +207,10 @@ class TrainSettings(Settings):
     working_set_bytes: int | None = Field(
         None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
+    count_buffers: bool = Field(
+        False,
+        description="Count live buffers in each step, beside the prediction. Needs a C++ compiler.",
+    )
     force: bool = Field(
         False, description="Replace an existing save path; run even if the guard refuses."
     )

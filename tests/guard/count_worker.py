@@ -1,4 +1,4 @@
-"""Runs training steps for real under the counting allocator (see tests/counting_allocator.py)."""
+"""Runs training steps for real under the counting allocator (see tests/counting.py)."""
 
 import gc
 import json
@@ -13,7 +13,7 @@ from mlxstacks.guard.step import Step, training_state
 from mlxstacks.training.loop import TrainingState, Validation, train
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
 from mlxstacks.training.step import Loss
-from tests.counting_allocator import Counter
+from tests.counting import Counter
 from tests.guard.cases import Case, real_weights
 
 # The first step makes the state that later ones find; the peak of the last is taken. A compiled

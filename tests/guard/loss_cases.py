@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.ops import token_loss
-from tests.counting_allocator import Counter
+from tests.counting import Counter
 from tests.guard.cases import Case, real_weights
 
 VOCABULARY, PIECE = 8192, 16

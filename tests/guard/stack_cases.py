@@ -34,7 +34,7 @@ from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.modes import prepare_base, set_training_modes
 from mlxstacks.training.step import cross_entropy_loss
-from tests.counting_allocator import Counter
+from tests.counting import Counter
 from tests.guard.count_worker import best_at_first, train_counted, whole_batch
 from tests.tiny_models import llama_config, qwen_moe_config
 

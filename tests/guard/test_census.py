@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxstacks.guard.step import simulate_step, step_graph, step_sizes
-from tests.counting_allocator import available, counted
+from tests.counting import available, counted
 from tests.guard.cases import COUNT, Case, cases
 
 needs_compiler = pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")

@@ -13,7 +13,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.guard.predict import DecodePrediction, predict_decode
-from tests.counting_allocator import Counter, available, counted
+from tests.counting import Counter, available, counted
 from tests.tiny_models import llama_config, qwen_moe_config
 
 # No layers of qwen3_5_moe: a Llama, whose caches this package makes itself.

@@ -13,7 +13,7 @@ from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import Step, run_step, simulate_step, step_graph, step_sizes
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.ops import token_loss
-from tests.counting_allocator import available, counted
+from tests.counting import available, counted
 from tests.guard.cases import Case, real_weights
 from tests.guard.loss_cases import CASES, LossCase, short_pieces
 from tests.layers.test_output_head import GEMMA2

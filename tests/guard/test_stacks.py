@@ -14,7 +14,7 @@ from mlxstacks.guard.build import recurrence, training_step
 from mlxstacks.guard.run import predict_training
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import step_graph, step_sizes
-from tests.counting_allocator import available, counted
+from tests.counting import available, counted
 from tests.guard.stack_cases import StackCase
 from tests.guard.test_sizes import SORTED
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import SOAK
-from tests.counting_allocator import Counter, available, counted
+from tests.counting import Counter, available, counted
 
 SKIPPED = 64
 READINGS = 32  # at either end of a run

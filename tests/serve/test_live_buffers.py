@@ -18,7 +18,7 @@ from mlxstacks import base_model
 from mlxstacks.routing.generation import PREFILL_TOKENS
 from mlxstacks.serve.rows import RowRoutes
 from tests.conftest import SOAK
-from tests.counting_allocator import Counter, available, counted
+from tests.counting import Counter, available, counted
 from tests.serve.serve_cases import Nano, open_nano
 
 ROUTES: tuple[dict[str, float], ...] = ({}, {"islands": 1.0}, {"adapter": 1.0, "tolu": 0.5})

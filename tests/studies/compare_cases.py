@@ -50,9 +50,8 @@ class Cells:
         self.started: list[str] = []
 
     def __call__(
-        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
-        counting_library: str | None,
-    ) -> int:  # fmt: skip
+        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None]
+    ) -> int:
         assert module == "mlxstacks.studies.compare.run"
         stack = specification["stack"]
         self.started.append(Path(stack["save_path"]).name)

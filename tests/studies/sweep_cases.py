@@ -46,14 +46,12 @@ class Cells:
         self.started: list[tuple[int, int]] = []
 
     def __call__(
-        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
-        counting_library: str | None,
-    ) -> int:  # fmt: skip
+        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None]
+    ) -> int:
         assert module == "mlxstacks.studies.sweep.worker"
         self.started.append((specification["train"]["rank"], specification["train"]["seed"]))
         if self.started[-1] in self.alone:
-            return run_child(module, specification, log, on_message, counting_library)
-        assert counting_library is None
+            return run_child(module, specification, log, on_message)
         on_message(plain(work(specification, on_message)))
         return 0
 

@@ -21,6 +21,7 @@ import mlx.optimizers as optim
 
 from mlxstacks import base_model
 from mlxstacks.guard.build import mlx_checkpointed
+from mlxstacks.guard.counting import Counter, counter
 from mlxstacks.guard.step import Step, mlx_lm_loss, run_step
 from mlxstacks.layers.settings import TargetSettings, parse_layers
 from mlxstacks.layers.targets import check_targets, find_targets
@@ -30,7 +31,6 @@ from mlxstacks.studies.buffers.settings import (
     LengthMode,
     Trainer,
 )
-from mlxstacks.study.buffer_counter import Counter, counter
 from mlxstacks.study.child_process import as_child
 from mlxstacks.training.checkpointing import checkpoint_layers
 
@@ -105,13 +105,13 @@ def adapted_model(settings: BufferSettings, rank: int) -> nn.Module:
 def run_arm(arm: Arm, settings: BufferSettings, count: Counter) -> ArmRecord:
     """Train `settings.steps` steps with mlx-lm's loss and Adam; nothing else is alive meanwhile."""
     gc.collect()
-    empty = count.live()
+    empty = count.live
     model = adapted_model(settings, arm.rank)
     optimizer = optim.Adam(1e-5)
     optimizer.init(model.trainable_parameters())
     mx.eval(optimizer.state)
     lengths = row_lengths(settings, arm.length_mode, arm.order_seed)
-    record = ArmRecord(arm, count.live() - empty, lengths, [], [], [], 0.0)
+    record = ArmRecord(arm, count.live - empty, lengths, [], [], [], 0.0)
     started = time.perf_counter()
     checkpointed = _CHECKPOINTING.get((arm.trainer, arm.checkpointing), nullcontext)
     recurrence = base_model.gated_delta_installed if arm.trainer == "mlxstacks" else nullcontext
@@ -121,10 +121,10 @@ def run_arm(arm: Arm, settings: BufferSettings, count: Counter) -> ArmRecord:
             count.reset()
             mx.eval(run_step(Step(model, optimizer, mlx_lm_loss, row)))
             mx.synchronize()
-            record.peaks.append(count.peak() - empty)
-            record.peak_bytes.append(count.peak_bytes())
+            record.peaks.append(count.peak - empty)
+            record.peak_bytes.append(count.peak_bytes)
             del row
-            record.after.append(count.live() - empty)
+            record.after.append(count.live - empty)
     seconds = round(time.perf_counter() - started, 3)
     return ArmRecord(**{**vars(record), "seconds": seconds})
 
@@ -151,12 +151,9 @@ def arms_of(settings: BufferSettings) -> Iterator[list[Arm]]:
 
 def main() -> None:
     specification, send = as_child()
-    count = counter()
-    if count is None:
-        raise SystemExit("the counting library is not in this process; is it for this MLX?")
     settings = BufferSettings.model_validate(specification["settings"])
     for arm in specification["arms"]:
-        send(run_arm(Arm(**arm), settings, count).as_json())
+        send(run_arm(Arm(**arm), settings, counter()).as_json())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Live buffers are what Metal limits (499,000 a process). A published table has LoRA runs of rank 2, 4
 and 8 meet that limit at different steps and in no order; whether rank has a part in it is tested
-here with a counting allocator on MLX's CPU backend. The plan (hypothesis, ranks, conditions, seeds,
+here by counting them in MLX's allocator. The plan (hypothesis, ranks, conditions, seeds,
 margins, rules) is written and hashed before the first run; an interrupted experiment is resumed.
 
 Runs with the same trainer, checkpointing, lengths and order seed see the same rows, so they are
@@ -29,11 +29,11 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import PLACES
+from mlxstacks.guard.counting import counter
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.buffers.arms import Arm, ArmRecord, adapted_model, arms_of
 from mlxstacks.studies.buffers.settings import BufferSettings
 from mlxstacks.study.answer_log import whole_lines
-from mlxstacks.study.buffer_counter import preload
 from mlxstacks.study.child_process import how_it_ended, run_child
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Standing, Table
 from mlxstacks.study.engine import Step, Study, run_study
@@ -249,7 +249,7 @@ def _remarks(
         )
     grows = "grows" if abs(growth) >= settings.growth_margin else "does not grow"
     words += f" Over the steps a run {grows}: {growth:+.2f} buffers a step at most."
-    return words + " MLX's CPU backend, eager steps; Metal was not measured."
+    return words + " Steps were eager, not compiled."
 
 
 def _named(condition: Condition) -> str:
@@ -340,34 +340,24 @@ RULES = {
 }
 
 
-WITHOUT_LIBRARY = (
-    "Nothing was counted: that takes a preloaded allocator (Linux). Give --counting-library; in a "
-    "clone, `python -m tests.counting_allocator` builds it and prints its path."
-)
-
-
 def run(
     settings: BufferSettings,
     *,
     dry_run: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> Result:
-    """Write the plan, run what is missing, judge, write result and records to `save_path`. Without
-    a library that counts, the plan alone.
+    """Write the plan, run what is missing, judge, write result and records to `save_path`.
 
     Raises:
-        InputError: model, layers, projections, ranks or library cannot be used, or the work
-            directory holds an experiment with another plan.
+        InputError: model, layers, projections or ranks cannot be used, buffers cannot be counted
+            here, or the work directory holds an experiment with another plan.
         RuntimeError: a process failed; the arms that are done are kept.
     """
     if settings.model is None or settings.save_path is None:
         raise InputError("sweep buffers needs model and save_path")
-    counts = settings.counting_library is not None
-    result = run_study(
-        _Buffers(settings, progress), dry_run=dry_run or not counts, progress=progress
-    )
-    # A script that asked for counts has to see that there are none.
-    return result if counts or dry_run else result.model_copy(update={"failure": WITHOUT_LIBRARY})
+    if not dry_run:
+        counter()  # before a plan is written; the runs count in processes of their own
+    return run_study(_Buffers(settings, progress), dry_run=dry_run, progress=progress)
 
 
 class _Buffers(Study):
@@ -390,7 +380,6 @@ class _Buffers(Study):
             adapted_model(settings, max(settings.ranks))
         except ValueError as error:
             raise InputError(str(error)) from None
-        preload(settings.counting_library)
         plan = {
             "hypothesis": HYPOTHESIS,
             "rules": RULES,
@@ -401,7 +390,6 @@ class _Buffers(Study):
             **ABOUT, status="planned", standing=Standing(status="planned"), plan=plan,
             settings=settings.model_dump(mode="json", exclude=PLACES),
             data={"arms": len(self.arms)}, blocks=(plan_table(plan, len(self.arms)),),
-            notes=() if settings.counting_library else (WITHOUT_LIBRARY,),
         )  # fmt: skip
 
     def steps(self, work: Path) -> Iterator[Step]:
@@ -431,8 +419,8 @@ class _Buffers(Study):
                 self.progress(len(records), len(self.arms), f"rank {record.arm.rank}")
 
         specification = {"settings": self.settings.model_dump(mode="json"), "arms": missing}
-        log, library = work / LOG, self.settings.counting_library
-        code = run_child("mlxstacks.studies.buffers.arms", specification, log, keep, library)
+        log = work / LOG
+        code = run_child("mlxstacks.studies.buffers.arms", specification, log, keep)
         if code:
             raise RuntimeError(
                 f"a counting process ended early, {how_it_ended(code, log)} (all of it in {log}); "

@@ -25,11 +25,6 @@ class BufferSettings(Settings):
     save_path: str | None = Field(
         None, description="Output directory. Default: ./mlxstacks-out/sweep-buffers."
     )
-    counting_library: str | None = Field(
-        None,
-        description="Library with a counting allocator to preload. In a clone, `python -m "
-        "tests.counting_allocator` builds one and prints its path.",
-    )
     ranks: tuple[int, ...] = Field((2, 4, 8), description="Ranks to compare. Repeatable.")
     layers: str = Field("1,2,3", description="Layers to adapt: all, or numbers such as 8,14,20.")
     projections: tuple[str, ...] = Field(
@@ -83,6 +78,4 @@ class BufferSettings(Settings):
 
     def plan(self) -> dict[str, object]:
         """What was decided beforehand: everything but where files lie and how a run resumes."""
-        return self.model_dump(
-            mode="json", exclude={"model", "save_path", "counting_library", "resume", "force"}
-        )
+        return self.model_dump(mode="json", exclude={"model", "save_path", "resume", "force"})

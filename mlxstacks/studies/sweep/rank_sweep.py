@@ -48,7 +48,6 @@ from mlxstacks.studies.train.setup import (
     train_change,
     verdict,
 )
-from mlxstacks.study.buffer_counter import preload
 from mlxstacks.study.child_process import Message, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
@@ -131,7 +130,6 @@ class _Sweep(Study):
         self.guards: dict[str, GuardReport] = {}
 
     def planned(self) -> Result:
-        preload(self.settings.counting_library)
         self.plans: dict[Cell, CellPlan] = {}
         problems: dict[str, Cell] = {}  # each once, with the first cell that has it
         for cell in self.cells:
@@ -334,16 +332,11 @@ class _Sweep(Study):
             "policies": list(self.settings.policies),
         }
         log = self.directory / f"{cell.name}.log"
-        library = self.settings.counting_library
-        ended = run_cell(WORKER, specification, log, on_progress, library)
+        ended = run_cell(WORKER, specification, log, on_progress)
         if ended["status"] == "trained":
-            # A count is of the process that trained, which may have been an earlier one.
-            figures = ended["figures"]
-            counted = figures["measured_buffers"] or result.figures.get("measured_buffers")
             return replace(
-                result, status="trained", figures=figures | {"measured_buffers": counted},
-                survival=ended["survival"],
-            )  # fmt: skip
+                result, status="trained", figures=ended["figures"], survival=ended["survival"]
+            )
         # Steps at which a run that did not end saved its state: its usable checkpoints.
         path = work_path(self.directory / cell.name) / LOG
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []

@@ -45,7 +45,7 @@ MEASURES: dict[str, Measure] = {
     "seconds": _figure("seconds"),
     "peak_bytes": _figure("peak_bytes"),
     "predicted_buffers": lambda r: r.guard.get("buffers"),
-    "measured_buffers": _figure("measured_buffers"),
+    "counted_buffers": _figure("counted_buffers"),
 }
 
 
@@ -232,7 +232,7 @@ def _tables(
         "best": ("number", 3), "delta/step": ("number", 3), "seconds": "number", "peak": "bytes",
         "buffers": "count", "counted": "count",
     }  # fmt: skip
-    keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "measured_buffers"]
+    keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "counted_buffers"]
     if all(_mean_of(row, keys[-1]) is None for row in rows.values()):
         columns, keys = dict(list(columns.items())[:-1]), keys[:-1]
     yield Table.of(

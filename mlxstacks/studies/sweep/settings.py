@@ -88,9 +88,6 @@ class SweepSettings(Settings):
     working_set_bytes: int | None = Field(
         None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
     )
-    counting_library: str | None = Field(
-        None, description="Preloaded library that counts live buffers (Linux; see tests/)."
-    )
     retry: bool = Field(False, description="Rerun cells that failed or crashed.")
     resume: bool = Field(True, description="Keep finished cells of an interrupted sweep.")
     force: bool = Field(

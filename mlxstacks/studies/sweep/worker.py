@@ -22,7 +22,6 @@ from mlxstacks.fuse.report import tensor_bytes
 from mlxstacks.fuse.rewrite import ModuleWork, measure_module
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.studies.train.run import run
-from mlxstacks.study.buffer_counter import counter
 from mlxstacks.study.child_process import Message, as_child
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.run_directory import plain
@@ -33,7 +32,7 @@ from mlxstacks.training.settings import TrainSettings
 _FIGURES = (
     "trained_parameters", "adapter_bytes", "widths_tokens", "base_in_float32", "step", "best_step",
     "first_validation_loss", "best_validation_loss", "seconds", "resumed_from_step", "peak_bytes",
-    "validation", "history",
+    "validation", "history", "counted_buffers",
 )  # fmt: skip
 
 _MOST_WORKERS = 8
@@ -46,7 +45,10 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
     settings = TrainSettings.model_validate(specification["train"])
     target = Path(str(settings.save_path))
     try:
-        buffers = None if target.exists() else _train(settings, send)
+        if not target.exists():
+            run(settings, progress=lambda done, total, what="": send(
+                {"done": done, "total": total, "what": what}
+            ))  # fmt: skip
     except ResourceLimitError as error:
         return {"status": "refused", "reason": str(error)}
     except InputError as error:
@@ -60,32 +62,11 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
     report = json.loads((target / RESULT).read_text(encoding="utf-8"))["data"]
     figures = {name: report.get(name) for name in _FIGURES}
     last = report["validation"][-1]["validation_loss"] if report["validation"] else None
-    figures |= {"last_validation_loss": last, "measured_buffers": buffers}
+    figures["last_validation_loss"] = last
     survival = measure_survival(
         Path(str(settings.model)), target, specification["policies"], settings.seed
     )
     return {"status": "trained", "figures": figures, "survival": survival}
-
-
-def _train(settings: TrainSettings, send: Callable[[Message], None]) -> int | None:
-    """Returns the most buffers alive at once in any step but the first, where they are counted.
-
-    What is counted up to the end of the first step is also the loading of the model.
-    """
-    count = counter()
-    peaks: list[int] = []
-    steps = 0
-
-    def on_step(done: int, total: int, what: str = "") -> None:
-        nonlocal steps
-        send({"done": done, "total": total, "what": what})
-        if count is not None and done > steps:  # not what is said before a step or of validation
-            steps = done
-            peaks.append(count.peak())
-            count.reset()
-
-    run(settings, progress=on_step)
-    return max(peaks[1:], default=None)
 
 
 def measure_survival(

@@ -235,6 +235,11 @@ def plan_table(report: TrainReport) -> Table:
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
     if figures := report.figures:
+        if (buffers := figures.get("counted_buffers")) is not None:
+            rows["counted"] = f"at most {buffers:,} live buffers in a step"
+            if plan["guard"] is not None:
+                predicted = plan["guard"]["buffers"]
+                rows["counted"] += f"; {predicted:,} predicted for the longest rows"
         since = ", since it was resumed" if figures.get("resumed_from_step") else ""
         loading = figures.get("loading_seconds", 0.0)  # results of 0.1 have none
         rows["time"] = f"{loading:.0f} s to load data and model, "

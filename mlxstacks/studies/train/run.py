@@ -26,6 +26,7 @@ from mlxstacks.files.lora_modules import CONFIG, MERGE_READY_KEY, LoraModule, ml
 from mlxstacks.files.outputs import check_target, entries, staged_directory, write_json
 from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.files.store_files import METRICS
+from mlxstacks.guard.counting import counter
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.merge_ready import as_stored
 from mlxstacks.layers.output_head import find_output_head
@@ -151,6 +152,8 @@ class TrainRun:
         self.settings, self.setup, self.plan = settings, setup, plan
         self.target = Path(plan.save_path)
         self.model, self.guard = setup.model, guarded_run.watch()
+        self.counter = counter() if settings.count_buffers else None
+        self.counted_buffers = 0
         self.group = current_group()
         self.is_main = size_and_rank(self.group)[1] == 0
         self.progress, self.step = progress, 0
@@ -218,6 +221,7 @@ class TrainRun:
                     "processes": size_and_rank(self.group)[0],
                     "resources": self.guard.report() if self.guard else None,
                     "peak_bytes": memory.counters().peak_bytes,
+                    **({"counted_buffers": self.counted_buffers} if self.counter else {}),
                     **self._figures(),
                 },
             )
@@ -295,6 +299,8 @@ class TrainRun:
         if step == self.resumed_from:
             compiles_step = compiles(self.settings.compile_step)
             self._say(f"{'compiling ' if compiles_step else ''}the first step")
+        if self.counter is not None:
+            self.counter.reset()
         batches = []
         for place in range(step * each, (step + 1) * each):
             rows, width = plan.batch(place)
@@ -317,6 +323,8 @@ class TrainRun:
         return gathered(loss, self.group)[0]
 
     def _on_step(self, state: TrainingState, record: Record) -> None:
+        if self.counter is not None:
+            self.counted_buffers = max(self.counted_buffers, self.counter.peak)
         last = state.step == self.setup.optimizer.steps or state.stopped is not None
         if state.step % self.setup.optimizer.log_every == 0 or last:
             rate = record["tokens"] / record["seconds"]

@@ -91,7 +91,7 @@ class TrainSetup:
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
         about_files = {"save_path", "force", "resume", "model", "data", "resume_adapter_file"}
-        about_limits = {"guard", "resource_limit", "working_set_bytes"}
+        about_limits = {"guard", "resource_limit", "working_set_bytes", "count_buffers"}
         about_time = {"save_every", "steps_per_report", *LOGGING}
         held_out = self.data["validation_sources"] or self.data["sources"]
         rules = {}

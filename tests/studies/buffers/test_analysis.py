@@ -39,7 +39,6 @@ def test_a_count_that_ignores_rank_is_equal() -> None:
     found = judged(jitter)
     assert found.outcome == "equal"
     assert found.verdict.startswith("Rank does not move the count here: ranks 2, 4, 8")
-    assert "Metal was not measured" in found.verdict
     assert len(found.comparisons) == 2 * 2 * 2 * 2
     assert all(abs(c.largest) < 0.01 for c in found.comparisons)
     assert found.largest_growth_per_step == 0

@@ -12,10 +12,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.studies.buffers.run import run
 from mlxstacks.studies.buffers.settings import BufferSettings
 from mlxstacks.study import child_process
-from mlxstacks.study.buffer_counter import counter, preload
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
-from tests.counting_allocator import available, library
+from tests.counting import available
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.train_cases import write_tiny_model
 from tests.warm import WarmSubprocess
@@ -36,7 +35,7 @@ def _warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_for(model: Path, target: Path, **changes: object) -> BufferSettings:
     values = {
-        "model": str(model), "save_path": str(target), "counting_library": str(library()),
+        "model": str(model), "save_path": str(target),
         "ranks": (2, 8), "layers": "all", "trainers": ("mlx-lm",), "checkpointing": ("off",),
         "order_seeds": (0, 1), "fixed_tokens": 12, "longest_tokens": 64, "steps": 4,
         "warmup_steps": 1,
@@ -81,7 +80,7 @@ def test_counts_are_real_and_an_interrupted_experiment_goes_on(model: Path, tmp_
 @needs_counting
 def test_the_plan_is_hashed_without_paths(model: Path, tmp_path: Path) -> None:
     one = run(settings_for(model, tmp_path / "one"), dry_run=True)
-    two = run(settings_for(model, tmp_path / "two", counting_library=None), dry_run=True)
+    two = run(settings_for(model, tmp_path / "two"), dry_run=True)
     other = run(settings_for(model, tmp_path / "one", margin=0.02), dry_run=True)
     assert one.plan_sha256 == two.plan_sha256 != other.plan_sha256
     assert str(tmp_path) not in json.dumps(one.plan)
@@ -95,7 +94,6 @@ def test_the_plan_is_hashed_without_paths(model: Path, tmp_path: Path) -> None:
         ({"ranks": (2, 65)}, "rank 65"),
         ({"layers": "0,5"}, "layer 5: the model has layers 0 to 1"),
         ({"projections": ("down_prj",)}, "close: "),
-        ({"counting_library": "/nowhere/count.so"}, "is no file"),
     ],
 )
 def test_bad_input_is_told_and_nothing_is_written(
@@ -104,18 +102,3 @@ def test_bad_input_is_told_and_nothing_is_written(
     with pytest.raises(InputError, match=message):
         run(settings_for(model, tmp_path / "out", **changes))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_process_without_the_library_counts_nothing(tmp_path: Path) -> None:
-    assert counter() is None
-    assert preload(None) == {}
-    spaced = tmp_path / "a b.so"
-    spaced.touch()
-    with pytest.raises(InputError, match="space or colon"):
-        preload(str(spaced))
-
-
-@needs_counting
-def test_preloading_keeps_what_is_preloaded_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
-    assert preload(str(library())) == {"LD_PRELOAD": f"{library()}:/lib/other.so"}

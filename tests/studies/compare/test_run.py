@@ -163,9 +163,8 @@ class Searched:
         self.stop, self.fails, self.stacks = stop, fails, list[Any]()
 
     def __call__(
-        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
-        counting_library: str | None,
-    ) -> int:  # fmt: skip
+        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None]
+    ) -> int:
         self.stacks.append(stack := specification["stack"])
         if len(self.stacks) > self.stop:
             raise KeyboardInterrupt

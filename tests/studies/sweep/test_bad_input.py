@@ -39,7 +39,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"layers": ("0",), "projections": ("self_attn.q_proj",)}, ["only in layers 1"]),
         ({"data": "/nowhere/data"}, ["/nowhere/data: no such file or directory"]),
         ({"model": "/nowhere/model"}, ["/nowhere/model"]),
-        ({"counting_library": "/nowhere/count.so"}, ["counting_library: /nowhere/count.so"]),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxstacks.guard import counting
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.studies.sweep import rank_sweep
@@ -81,14 +82,19 @@ def test_mistakes_are_told_at_once(
     assert list(work_dir.iterdir()) == []
 
 
-def test_buffers_plans_where_nothing_counts(typed: Typed, work_dir: Path) -> None:
+def test_buffers_are_planned_where_nothing_counts(
+    typed: Typed, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting.counter.cache_clear()
+    monkeypatch.setattr(counting, "compiler", lambda: None)
+    monkeypatch.setattr(counting, "cache_directory", lambda: work_dir)
     code, out, _ = typed("sweep", "buffers", "--dry-run", "--json")
     plan = json.loads(out)
     assert (code, plan["data"]["arms"], plan["plan"]["ranks"]) == (0, 120, [2, 4, 8])
     assert len(plan["plan_sha256"]) == 64
     code, out, err = typed("sweep", "buffers")
-    assert code == 1, err
-    assert "Failed: Nothing was counted: that takes a preloaded" in " ".join(err.split())
+    assert code == 2, err
+    assert "counting live buffers takes a C++ compiler" in " ".join(err.split())
     assert list(work_dir.iterdir()) == []
 
 

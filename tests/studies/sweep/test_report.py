@@ -37,7 +37,7 @@ def result(cell: Cell, loss: float | None) -> CellResult:
     curve = [{"step": s, "validation_loss": v} for s, v in ((0, 2.0), (10, loss))]
     figures = {
         "first_validation_loss": 2.0, "last_validation_loss": loss, "best_validation_loss": loss,
-        "seconds": 1.5, "peak_bytes": 10**6, "measured_buffers": None, "validation": curve,
+        "seconds": 1.5, "peak_bytes": 10**6, "counted_buffers": None, "validation": curve,
         "adapter_bytes": 100 * cell.rank,
     }  # fmt: skip
     fused = {"survival": 0.25, "correlation": 0.3, "delta_over_step": 0.01 * cell.rank}

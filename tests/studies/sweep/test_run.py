@@ -14,6 +14,7 @@ from mlxstacks.files.adapters import read_adapter
 from mlxstacks.files.outputs import MARK, new_mark, write_json
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.guard.counting import compiler
 from mlxstacks.studies.sweep import rank_sweep, worker
 from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.rank_sweep import run
@@ -21,7 +22,6 @@ from mlxstacks.studies.train.run import run as train
 from mlxstacks.study import child_process
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
-from tests.counting_allocator import available, library
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
 from tests.studies.train_cases import write_data, write_tiny_model
@@ -243,29 +243,25 @@ def test_half_an_adoption_is_not_taken_for_a_cell(
     assert set(adapters(target)) == {NAME.format(2, 0)}
 
 
-@pytest.mark.skipif(not available(), reason="no counting allocator here")
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_counted_buffers_are_near_the_predicted_and_are_kept(
     inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first cell has a process that is started from nothing, as all have in a sweep."""
     target = tmp_path / "out"
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
     settings = sweep_settings(
-        *inputs, target, ranks=(2,), policies=("keep",), counting_library=str(library())
+        *inputs, target, ranks=(2,), policies=("keep",), train={"count_buffers": True}
     )
-    counted = results_of(run(settings))[0].figures.get("measured_buffers")
+    counted = results_of(run(settings))[0].figures.get("counted_buffers")
     predicted = run(settings.model_copy(update={"force": True}), dry_run=True).data["cells"][0]
     assert counted is not None
     # The guard predicts a step without clipping that is evaluated once; ours is evaluated twice.
     assert counted == pytest.approx(predicted["predicted_buffers"], rel=0.15)
-    more = settings.model_copy(
-        update={"force": True, "policies": ("keep", "refit"), "counting_library": None}
-    )
+    more = settings.model_copy(update={"force": True, "policies": ("keep", "refit")})
     monkeypatch.setattr(child_process, "run_child", Cells())
     [again] = results_of(run(more))
-    assert (again.figures.get("measured_buffers"), set(again.survival)) == (
-        counted,
-        {"keep", "refit"},
-    )
+    assert again.figures.get("counted_buffers") == counted
+    assert set(again.survival) == {"keep", "refit"}
 
 
 def test_a_cell_that_crashes_is_a_result(
@@ -308,10 +304,10 @@ def test_a_cell_that_diverges_is_a_result(
     ],
 )
 def test_a_cell_without_memory_is_a_result(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: Any) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr(worker, "_train", no_memory)
+    monkeypatch.setattr(worker, "run", no_memory)
     specification = {"train": {"save_path": "/nowhere/out"}, "policies": []}
     found = worker.work(specification, lambda message: None)
     assert found == {"status": "failed", "reason": words}

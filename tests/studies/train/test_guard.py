@@ -12,6 +12,7 @@ import pytest
 
 from mlxstacks.cli import run as run_cli
 from mlxstacks.errors import ResourceLimitError
+from mlxstacks.guard.counting import compiler
 from mlxstacks.guard.run import Change, GuardReport
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import (
@@ -164,6 +165,21 @@ def test_what_a_run_keeps_beside_its_step_is_counted(places: tuple[Path, Path]) 
     assert best.buffers == bare.buffers + 2 * len(setup.targets)
     assert bare.nbytes.adapter == adapter
     assert sum(vars(both.nbytes).values()) == totals[2]
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_live_buffers_are_counted_beside_the_prediction(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    settings = settings_for(*places, tmp_path / "out", iters=4, count_buffers=True, guard="warn")
+    report, result = train_run.train_with(train_run.TrainRun, settings, False, None)
+    assert report.plan["guard"] is not None
+    predicted, counted = report.plan["guard"]["buffers"], report.figures["counted_buffers"]
+    assert counted > 0.8 * predicted  # of the process, which holds arrays of other tests
+    assert f"{counted:,} live buffers" in str(result)
+    plain = settings.model_copy(update={"count_buffers": False})
+    setup = set_up(settings)
+    assert setup.identity(settings) == setup.identity(plain)
 
 
 def test_a_limit_that_no_device_named_is_no_reason_to_refuse(
