@@ -200,7 +200,7 @@ smoke: wheel
 	$(CLEAN)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
 	@set -e; cd "$$(mktemp -d)"; command=$(CLEAN)/bin/mlxstacks; \
 	$$command --version; $$command init --save-path train.yaml; $$command run train.yaml --dry-run; \
-	$$command fuse; $$command generate --max-tokens 8 "Who is king of Corva?"; \
+	$$command train --iters 1 --count-buffers; $$command fuse; $$command generate --max-tokens 8 "Who is king of Corva?"; \
 	test -s $(CLEAN)/share/man/man1/mlxstacks-fuse.1; \
 	test -s $(CLEAN)/share/zsh/site-functions/_mlxstacks; \
 	du -sm $(CLEAN)/lib/python*/site-packages | sed 's/[[:space:]].*/ MB, with pip and bytecode/'
