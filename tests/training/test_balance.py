@@ -79,7 +79,7 @@ def with_stacks(model: nn.Module, **changes: Any) -> nn.Module:
     return model
 
 
-def mixture() -> nn.Module:
+def mixture(**changes: Any) -> nn.Module:
     model = Mixture()
     rng = np.random.default_rng(1)
     model.load_weights(
@@ -88,7 +88,7 @@ def mixture() -> nn.Module:
             for name, value in tree_flatten(model.parameters())
         ]
     )
-    return with_stacks(model)
+    return with_stacks(model, **changes)
 
 
 def rows_of(lengths: list[int], seed: int = 0, vocabulary: int = VOCAB) -> list[Row]:
@@ -200,7 +200,7 @@ def test_the_law_holds_in_a_compiled_step() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_noise_is_part_of_the_gradient_of_a_step_in_parts(checkpointed: bool) -> None:
     """A second batch without weight changes no draw of the first, and no gradient."""
-    model = with_stacks(Mixture(), router_noise=True)
+    model = mixture(router_noise=True)
     batch = make_batch(rows_of([9, 5]))
     empty = Batch(batch.tokens, np.zeros_like(batch.weights))
     agree(gradients(model, [batch, empty], checkpointed=checkpointed), gradients(model, [batch]))
