@@ -485,6 +485,19 @@ def test_a_store_finds_the_rows_of_its_domains_again(tmp_path: Path) -> None:
     assert api._rows_of_store(tmp_path / "nowhere", {}) == {}
 
 
+def test_a_store_of_a_relative_path_is_extended_by_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its base is nano, its domains are not: what belongs to nano's own is not taken for theirs."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Colour {i}?", "completion": f"Red {i}."} for i in range(6)]
+    ms.stack(data={"colours": rows}, save_path="own", rounds=1, iters=1)
+    planned = ms.stack(data={"more": rows}, save_path="own", rounds=1, iters=1, dry_run=True)
+    assert planned.status == "planned"
+    found = ms.route_discover(store_path="own", save_path="found")
+    assert found.data["counts"]["samples"] == len(rows)
+
+
 def test_a_result_stands_for_its_directory_and_prints_in_a_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
