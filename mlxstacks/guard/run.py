@@ -268,6 +268,9 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     verdict = verdict_of(limit, prediction.buffers, prediction.nbytes)
     if decode is not None and decode.buffers > prediction.buffers:
         verdict = verdict_of(limit, decode.buffers, None) + f" after {decode.tokens:,} tokens"
+    machine = memory.host_memory_bytes()
+    if limit.nbytes is None and machine and (prediction.nbytes or 0) > machine:
+        verdict += f", more than the {bytes_in_words(machine)} of this machine"
     return GuardReport(
         settings=settings.model_dump(mode="json"),
         config=where,

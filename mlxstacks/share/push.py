@@ -74,7 +74,7 @@ def push(
         "paths_to_names": changed, "commit": None,
     }  # fmt: skip
     notes = [f"Absolute paths became names in {', '.join(changed)}."] if changed else []
-    verdict = f"Would upload the {kind} in {target} to {repo_id}: {words}."
+    verdict = f"Nothing was uploaded. The {kind} for {repo_id} is in {target}: {words}."
     if not dry_run:
         if progress is not None:
             progress(0, 1, f"uploading {words}")
