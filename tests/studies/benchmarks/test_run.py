@@ -253,15 +253,9 @@ def test_damaged_and_foreign_answers_are_refused(
         forge(path, broken)
         with pytest.raises(InputError, match=said):
             run(settings_for(data, target))
-    for edited, said in (
-        (kept.replace(b'"sums": [', b'"sums": [9', 1), "line 2: does not follow"),
-        (b"".join(kept.splitlines(keepends=True)[::2]), "line 2: does not follow"),
-        (kept.replace(b'"arm": "base"', b'"arm": "routed"'), "line 1: does not follow"),
-        (b'{"arm": "base"}\n', "no digests, so they were written by an older version"),
-    ):
-        path.write_bytes(edited)
-        with pytest.raises(InputError, match=said):
-            run(settings_for(data, target))
+    path.write_bytes(kept.replace(b'"sums": [', b'"sums": [9', 1))
+    with pytest.raises(InputError, match="line 2: does not follow"):
+        run(settings_for(data, target))
     path.write_bytes(kept)
     run(settings_for(data, target))
 
