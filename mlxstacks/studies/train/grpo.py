@@ -19,7 +19,7 @@ from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
 from mlxstacks.studies.train.rewards import open_rewards
-from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table
+from mlxstacks.studies.train.run import SafeguardedRun, safeguards_table
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table, counted
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
