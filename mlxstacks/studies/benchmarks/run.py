@@ -26,22 +26,27 @@ from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.studies.benchmarks import harness
 from mlxstacks.studies.benchmarks.analysis import (
     Given,
+    GradingTools,
     Outcome,
     claims_of,
+    grade,
+    grading_tools,
     harness_figures,
     likelihood_outcomes,
     reply_outcomes,
 )
 from mlxstacks.studies.benchmarks.arms import ModelArm, open_arms
-from mlxstacks.studies.benchmarks.grading import GradingTools, grade, grading_tools
-from mlxstacks.studies.benchmarks.items import AskedTask, ask_all, limited, with_arms
-from mlxstacks.studies.benchmarks.plan import (
+from mlxstacks.studies.benchmarks.items import (
+    AskedTask,
+    ask_all,
     check_places,
     data_of,
     hashes_of,
     is_published_model,
+    limited,
     plan_document,
     power_lines,
+    with_arms,
 )
 from mlxstacks.studies.benchmarks.report import blocks, find, outcome, plan_blocks
 from mlxstacks.studies.benchmarks.settings import EvalSettings

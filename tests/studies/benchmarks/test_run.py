@@ -16,7 +16,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
 from mlxstacks.report.find import find_sources
-from mlxstacks.studies.benchmarks import harness, plan
+from mlxstacks.studies.benchmarks import harness, items
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.items import ask
 from mlxstacks.studies.benchmarks.run import run
@@ -467,7 +467,7 @@ def test_a_limit_of_the_harness_is_exploratory_too(
 
     use(monkeypatch, FakeArms())
     monkeypatch.setattr(harness, "run_harness", fake)
-    monkeypatch.setattr(plan, "harness_plan", lambda settings: {})
+    monkeypatch.setattr(items, "harness_plan", lambda settings: {})
     options = {"tasks": ("lm_eval/a",), "arms": ("base",), "items_per_task": 4}
     for limit, status in ((None, "confirmatory"), (1, "exploratory"), (4, "confirmatory")):
         found = run(settings_for(data, tmp_path / str(limit), limit=limit, **options))

@@ -13,7 +13,7 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose
-from mlxstacks.studies.benchmarks.arm_model import ModelArm, PromptEncoder
+from mlxstacks.studies.benchmarks.arms import ModelArm, PromptEncoder
 from mlxstacks.studies.benchmarks.harness import run_harness
 from mlxstacks.studies.benchmarks.harness_model import ArmModel
 from mlxstacks.studies.benchmarks.items import open_task
