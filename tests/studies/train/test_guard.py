@@ -23,13 +23,7 @@ from mlxstacks.studies.train.setup import (
     verdict,
 )
 from mlxstacks.training.settings import TrainSettings
-from tests.studies.train_cases import settings_for, write_data, write_rows, write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("guarded")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
+from tests.studies.train_cases import settings_for, write_rows
 
 
 def predicted(settings: TrainSettings, setup: TrainSetup) -> GuardReport:
