@@ -63,7 +63,7 @@ def assert_same_numbers(arm: ModelArm, found: dict[str, Any], name: str, items: 
     ]
     for normalisation, metric in (("sum", "acc"), ("character", "acc_norm")):
         picks = choose(encoded, [own.sums for own in scored], normalisation)  # type: ignore[arg-type]
-        right = [float(p == a) for p, a in zip(picks.picks, picks.answers, strict=True)]
+        right = [float(p == i.answer_index) for p, i in zip(picks, encoded, strict=True)]
         if metric in samples[0]["metrics"]:
             assert [sample["metrics"][metric] for sample in samples] == right
 
