@@ -26,16 +26,17 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.training.batches import choose_widths
 from mlxstacks.training.grpo import (
+    Answer,
     GroupBatch,
     GroupGradients,
     GroupObjective,
     advantages,
     answer_log_p,
     group_rows,
+    sample_answers,
 )
 from mlxstacks.training.loop import Record, TrainingState, trainable_weights
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.sampling import Answer, sample_answers
 from mlxstacks.training.step import random_key
 
 
