@@ -54,9 +54,8 @@ from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 from mlxstacks.study.answer_log import AnswersToItems, chained
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
-from mlxstacks.study.integrity import read_sealed, write_sealed
+from mlxstacks.study.integrity import Provenance, of_bytes, read_sealed, write_sealed
 from mlxstacks.study.plan import PLAN, plan_from
-from mlxstacks.study.provenance import Provenance, of_bytes
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (

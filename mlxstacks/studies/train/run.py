@@ -42,7 +42,7 @@ from mlxstacks.studies.train.setup import (
     with_start,
 )
 from mlxstacks.study.document import Table, counted
-from mlxstacks.study.provenance import MOST_BYTES
+from mlxstacks.study.integrity import MOST_BYTES
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     LOG,
