@@ -2,7 +2,8 @@
 
 The same lists serve both ways. `push` copies the files of a thing and nothing that lies next to
 them (optimizer states, logs, results, recipes); `pull` downloads them and nothing else. What is
-neither safetensors nor text of a known name, as pickles and code, is on no list.
+neither safetensors nor text of a known name, as pickles and code, is on no list. The token is
+found, and sent, by huggingface_hub alone.
 """
 
 import json

@@ -4,7 +4,7 @@ The first line, the header, says what they are answers of. Every line ends with 
 SHA-256 of the digest before it and of its own text, so each stands for all that was written up to
 it. A line that was changed, removed, added or moved, or a bit that flipped, is found when the file
 is read; lines missing at the very end look like a run that was killed and are answered again. A
-report keeps the last digest, which shows these too (provenance.py).
+report keeps the last digest, which shows these too (integrity.py).
 
 What a chain cannot show: that a line was ever answered by a model. Who computes all digests again,
 and the report's, is stopped only by running the same command in an empty directory: answers are

@@ -3,6 +3,10 @@
 What is read back by a run that goes on (a fuse's figures, notes of an arm, the harness's results)
 carries a `digest` of its own values. It shows damage and edits, not a digest computed anew, as in
 answer_log.py. What follows from answers and settings (rows to train on) is made again instead.
+
+What a report was made from it holds as `provenance`, path below its directory -> `answers` and
+`digest` (of the last of so many answers, see answer_log.py) or `sha256` (of a whole file). They are
+of what was read when the report was made, and are held here against what lies beside it now.
 """
 
 import hashlib

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.study import provenance as provenance_module
+from mlxstacks.study import integrity as provenance_module
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.integrity import Checked, check_provenance, of_bytes
 from tests.studies.answer_files import forge, rows_of
