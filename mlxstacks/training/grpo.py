@@ -9,7 +9,7 @@ and the unbiased estimate of the divergence from Schulman's note (2020):
     r = exp(log p - log p_old),  d = log p_ref - log p,  both exponents at most 10 in size
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +43,11 @@ def sample_answers(
     max_tokens: int,
     end_tokens: Collection[int],
     key: mx.array,
-    *,
-    on_token: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
     """`count` answers of at most `max_tokens` tokens, each token drawn from the model's own
     distribution (temperature 1).
 
     prompt: token ids, at least one. key: of mx.random; the answers follow from it and the weights.
-        on_token: called before each step of all rows.
     Law: the distribution of an answer is that of one drawn alone, whatever the others are.
     Raises: NonFiniteModelError.
     """
@@ -67,7 +64,6 @@ def sample_answers(
     last = mx.full((count, 1), prompt[-1], mx.int32)
     ends = frozenset(end_tokens)
     for number in range(max_tokens):
-        on_token()
         logits = model(last, cache=cache)[:, -1].astype(mx.float32)
         # Keys of all answers, in use or not: a row draws the same whether others go on or not.
         keys = mx.random.split(mx.random.split(key, max_tokens)[number], count)
