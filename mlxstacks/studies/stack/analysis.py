@@ -38,7 +38,7 @@ from mlxstacks.studies.stack.geometry import (
 from mlxstacks.studies.stack.plan import stored_data
 from mlxstacks.studies.stack.report import matrix_blocks, ordered_matrix, stored_json
 from mlxstacks.studies.stack.routing import Prompt, routing_json, run_prompts
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, cell_of
 from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
@@ -396,10 +396,7 @@ def _routing_blocks(stacks: Figures) -> Iterator[Block]:
         rows = []
         for name, stack in stacks.items():
             for domain, load in stack["on"].items():
-                means: list[Cell] = [
-                    e["mean"] if e["low"] is None else (e["mean"], e["low"], e["high"])
-                    for e in load[what]
-                ]
+                means = [cell_of(e) for e in load[what]]
                 more = [None] * (most - len(means))
                 rows.append((name, domain, *means, *more, stack[f"uniform_{what}"]))
         experts: Columns = dict.fromkeys(
@@ -417,11 +414,7 @@ def _routing_blocks(stacks: Figures) -> Iterator[Block]:
                 id=f"experts-{what}-{number}", title=f"Stack {name}: {words}", kind="intervals",
                 categories=tuple(f"expert {expert}" for expert in range(stack["experts"])),
                 series=tuple(
-                    Series(
-                        label=f"rows of {domain}", y=tuple(e["mean"] for e in load[what]),
-                        low=tuple(e["low"] for e in load[what]),
-                        high=tuple(e["high"] for e in load[what]),
-                    )
+                    Series.of_intervals(f"rows of {domain}", map(cell_of, load[what]))
                     for domain, load in stack["on"].items()
                 ),
                 x_label=f"{words}, 95% intervals over prompts", references={"uniform": uniform},
