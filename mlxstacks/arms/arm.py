@@ -88,10 +88,10 @@ class Arm:
         scoring = self.settings.scoring
         encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
         sums = self.score(encoded)
-        picks = choose(encoded, sums, self.settings.normalisation).picks
+        picks = choose(encoded, sums, self.settings.normalisation)
         return [
             Answer.of(
-                item, None if pick < 0 else pick, TIE if pick < 0 else LIKELIHOOD,
+                item, pick, TIE if pick is None else LIKELIHOOD,
                 scores=tuple(round(value, 6) for value in scores),
             )
             for item, scores, pick in zip(items, sums, picks, strict=True)

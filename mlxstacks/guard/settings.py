@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from mlxstacks.layers.settings import LayersText, StackSettings
-from mlxstacks.settings import Settings
+from mlxstacks.settings import ResourceLimit, Settings, WorkingSetBytes
 
 OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
 CheckpointingName = Literal["none", "layers", "mlx"]
@@ -82,12 +82,8 @@ class GuardSettings(Settings):
     decode_with: DecodeName = Field(
         "stream", description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator."
     )
-    resource_limit: int | None = Field(
-        None, ge=1, description="Limit on live buffers per process. Default: the device's."
-    )
-    working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
-    )
+    resource_limit: ResourceLimit = None
+    working_set_bytes: WorkingSetBytes = None
     apply: bool = Field(False, description="Print only the settings that fit.")
     force: bool = Field(False, description="Exit with 0 even if the run would be refused.")
 

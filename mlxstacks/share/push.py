@@ -14,13 +14,14 @@ from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.files.store_files import MANIFEST, read_manifest
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.share.card import write_card
-from mlxstacks.share.hub import asking, check_repo
 from mlxstacks.share.settings import PushSettings
 from mlxstacks.share.things import (
     CARD,
     VOCABULARY,
     Kind,
+    asking,
     check_plain,
+    check_repo,
     check_thing,
     kind_of,
     own_files,

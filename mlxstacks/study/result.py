@@ -18,7 +18,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table, plain_names
-from mlxstacks.study.provenance import check_provenance
+from mlxstacks.study.integrity import check_provenance
 from mlxstacks.study.render.words import clean
 
 if TYPE_CHECKING:

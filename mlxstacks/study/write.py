@@ -8,7 +8,7 @@ from pathlib import Path
 from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
 from mlxstacks.study.document import RESULT, Environment, Plot
-from mlxstacks.study.provenance import of_file
+from mlxstacks.study.integrity import of_file
 from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.markdown import to_markdown
 from mlxstacks.study.result import Result

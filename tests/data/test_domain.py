@@ -555,18 +555,6 @@ def test_a_new_domain_does_not_validate_on_what_was_trained_on(tmp_path: Path) -
     assert dropped == 20 - len(both["b"].validation) > 0
 
 
-def test_progress_names_each_source(tmp_path: Path) -> None:
-    for name in "ab":
-        write(tmp_path / f"{name}.jsonl", [question(i) for i in range(40)])
-    about = DomainDataSettings.model_validate(
-        {"sources": ["a.jsonl", "b.jsonl"], "validation_fraction": 0.3}
-    )
-    said: list[str] = []
-    data = read_domains({"d": about}, tmp_path, progress=said.append)["d"]
-    assert said == ["d: a.jsonl", "d: b.jsonl"]
-    assert data.report["duplicates"] == 40
-
-
 # --- rows of `train` ------------------------------------------------------------------------------
 
 

@@ -41,9 +41,9 @@ from mlxstacks.studies.route import discover as route_discover
 from mlxstacks.studies.route import evaluate as route_evaluate
 from mlxstacks.studies.route import train as route_train
 from mlxstacks.studies.route.evaluate_figures import ALL
-from mlxstacks.studies.stack.analysis_report import ABOUT as ANALYSIS
-from mlxstacks.studies.stack.analysis_report import blocks as analysis_blocks
-from mlxstacks.studies.stack.analysis_report import verdict as analysis_verdict
+from mlxstacks.studies.stack.analysis import ABOUT as ANALYSIS
+from mlxstacks.studies.stack.analysis import blocks as analysis_blocks
+from mlxstacks.studies.stack.analysis import verdict as analysis_verdict
 from mlxstacks.studies.stack.report import ABOUT as STACK
 from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult

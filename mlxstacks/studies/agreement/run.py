@@ -325,14 +325,14 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
         if kind in first
     ]  # fmt: skip
     names = tuple(figures)
-    kl = [parts["all"]["kl_nats"] for parts in figures.values()]
+    kl = {name: parts["all"]["kl_nats"] for name, parts in figures.items()}
     ends = [parts["all"]["kl_nats_interval"] or (None, None) for parts in figures.values()]
-    values = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, kl, strict=True))
+    values = ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
+    cells = [(value, *of) for value, of in zip(kl.values(), ends, strict=True)]
     title = "KL from the reference"
     plot = Plot(
         id="kl", title=title, kind="intervals", categories=names, x_label="KL, nats per token",
-        series=(Series(label="KL", y=tuple(kl), low=tuple(e[0] for e in ends),
-                       high=tuple(e[1] for e in ends)),),
+        series=(Series.of_intervals("KL", cells),),
         references={"the same": 0.0}, alt=f"{title}, nats per token: {values}.",
     )  # fmt: skip
     return *tables, plot

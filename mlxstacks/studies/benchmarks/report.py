@@ -528,16 +528,17 @@ def _intervals(
     """rows: name, share or difference, figures with its interval, and group: what its colour and
     marker mean.
     """
-    series = []
-    for group in dict.fromkeys(group for *_, group in rows):
-        values = [
-            (100 * value, 100 * of["interval"]["low"], 100 * of["interval"]["high"])
-            if value is not None and own == group
-            else (None, None, None)
-            for _, value, of, own in rows
-        ]
-        y, low, high = zip(*values, strict=True)
-        series.append(Series(label=group, y=y, low=low, high=high))
+    series = [
+        Series.of_intervals(
+            group,
+            [
+                _interval(v, of) if v is not None and own == group else None
+                for _, v, of, own in rows
+            ],
+            scale=100,
+        )
+        for group in dict.fromkeys(group for *_, group in rows)
+    ]
     words = ", ".join(
         f"{name} {'not measured' if value is None else f'{100 * value:.3g}'}"
         f"{f' ({group})' if group else ''}"

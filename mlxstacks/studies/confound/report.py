@@ -86,28 +86,14 @@ def _gain(claim: Comparison) -> tuple[float, float, float]:
     return claim.difference, claim.interval.low, claim.interval.high
 
 
-def _clustered(claim: Comparison) -> tuple[float, float, float] | None:
-    clustered = claim.clustered
-    if clustered.low is None or clustered.high is None:
-        return None
-    return clustered.mean, clustered.low, clustered.high
-
-
-def _series(label: str, shares: Sequence[tuple[float, float, float] | None]) -> Series:
-    """Estimates with their intervals, in percent."""
-    y, low, high = (
-        tuple(None if share is None else 100 * share[place] for share in shares)
-        for place in range(3)
-    )
-    return Series(label=label, y=y, low=low, high=high)
-
-
 def _arm_plot(findings: Findings) -> Plot:
     """Accuracy of every arm with its interval; a series for each kind; guessing as a line."""
     arms = findings.arms
     series = tuple(
-        _series(
-            label, [_share(a) if n.partition("_")[0] == kind else None for n, a in arms.items()]
+        Series.of_intervals(
+            label,
+            [_share(a) if n.partition("_")[0] == kind else None for n, a in arms.items()],
+            scale=100,
         )
         for kind, label in _KINDS.items()
     )
@@ -130,7 +116,7 @@ def _content_plot(findings: Findings) -> Plot:
     points = ", ".join(f"{way} {100 * claim.difference:+.3g}" for way, claim in claims.items())
     return Plot(
         id="content", title=title, kind="intervals", categories=tuple(claims),
-        series=(_series("A1 - A0", [_gain(claim) for claim in claims.values()]),),
+        series=(Series.of_intervals("A1 - A0", map(_gain, claims.values()), scale=100),),
         x_label="percentage points, 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
         alt=f"{title}, percentage points: {points}.",
@@ -208,7 +194,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         way, claim = judgement.way, findings.claims[judgement.way]
         p_value = _largest_p(findings, way)
         rows.append((
-            way, _gain(claim), _clustered(claim), claim.p_value, claim.mcnemar.p_value, p_value,
+            way, _gain(claim), claim.clustered.cell, claim.p_value, claim.mcnemar.p_value, p_value,
             judgement.outcome,
         ))  # fmt: skip
     yield Table.of(

@@ -78,7 +78,8 @@ from mlxstacks.studies.confound.verdict import answer_notes, fuse_notes
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
-from mlxstacks.study.answers import Answer, AnswerFile, Progress
+from mlxstacks.study.answer_log import Progress
+from mlxstacks.study.answers import Answer, AnswerFile
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample

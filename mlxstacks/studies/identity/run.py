@@ -74,8 +74,8 @@ from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
-from mlxstacks.study.answer_log import AnswerLog
-from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
+from mlxstacks.study.answer_log import AnswerLog, Progress
+from mlxstacks.study.answers import Answer, AnswerFile, read_answers
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed

@@ -19,8 +19,7 @@ from mlxstacks.files.disk import mlx_write_errors
 from mlxstacks.stats import share
 from mlxstacks.studies.train.grpo import GrpoRun
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
-from mlxstacks.studies.train.run import train_with
-from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table
+from mlxstacks.studies.train.run import SafeguardedRun, safeguards_table, train_with
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, run_id, work_path

@@ -4,13 +4,14 @@ The run lives in `.NAME.work` next to its target until it is done; stopped at an
 killed, the same command resumes from the last saved state and ends with the same bytes.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -41,7 +42,8 @@ from mlxstacks.studies.train.setup import (
     steps_of,
     with_start,
 )
-from mlxstacks.study.provenance import MOST_BYTES
+from mlxstacks.study.document import Table, counted
+from mlxstacks.study.integrity import MOST_BYTES
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     LOG,
@@ -68,7 +70,8 @@ from mlxstacks.training.loop import (
 )
 from mlxstacks.training.metrics import Metrics, check_logger, write_csv
 from mlxstacks.training.modes import evaluating, set_training_modes
-from mlxstacks.training.settings import SnapshotSettings, TrainSettings
+from mlxstacks.training.safeguards import Safeguards
+from mlxstacks.training.settings import AlignSettings, SnapshotSettings, TrainSettings
 from mlxstacks.training.step import (
     cross_entropy_loss,
     current_group,
@@ -414,3 +417,66 @@ def set_wired_limit(notes: list[str]) -> None:
     if limit and mx.metal.is_available():
         mx.set_wired_limit(limit)
         notes.append(f"Wired memory limit: {memory.bytes_in_words(limit)}, as mlx-lm sets it.")
+
+
+# --- what trainings on pairs and on rewards share -------------------------------------------------
+
+
+def safeguards_table(report: TrainReport) -> Table:
+    counts = report.figures["safeguards"]
+    facts = {
+        "skipped steps": f"{counts['skipped']:,}",
+        "best weights restored": counted(counts["restored"], "time"),
+        "deltas scaled down": counted(counts["capped"], "time"),
+    }
+    return Table.of_facts("safeguards", "Safeguards", facts)
+
+
+class SafeguardedRun(TrainRun):
+    """A training in one process, which ends where it damages the model.
+
+    watched: the loss among a validation's figures that may not rise far, and of which answers.
+    """
+
+    command = "align"
+    in_one_process = True
+    watched: ClassVar[tuple[str, str]]
+    measured: Record
+
+    @property
+    def options(self) -> AlignSettings:
+        assert isinstance(self.settings, AlignSettings)
+        return self.settings
+
+    def _hooks(self, state: TrainingState) -> dict[str, Any]:
+        self.start_loss = state.validation[0][self.watched[0]] if state.validation else None
+        self.safeguards = Safeguards(self.options.safeguards, self.model, state.safeguards)
+        return {"safeguards": self.safeguards}
+
+    def _validated(self, measured: Record, loss: float) -> float:
+        """Keep the figures of a validation; its loss, or infinity where the watched one rose too
+        far: such weights must not be the best ones.
+        """
+        self.measured = measured
+        if self.start_loss is None:
+            self.start_loss = measured[self.watched[0]]
+        return math.inf if self._rose_too_far() else loss
+
+    def _rose_too_far(self) -> bool:
+        most, now = self.options.safeguards.max_nll_rise, self.measured[self.watched[0]]
+        return most is not None and now is not None and now > (self.start_loss or 0.0) + most
+
+    def _on_validation(self, state: TrainingState, record: Record) -> None:
+        record |= self.measured
+        if self._rose_too_far():
+            key, answers = self.watched
+            state.stopped = (
+                f"the loss of the {answers} answers rose by more than "
+                f"{self.options.safeguards.max_nll_rise:g} nats per token, to "
+                f"{self.measured[key]:.3f}"
+            )
+        super()._on_validation(state, record)
+
+    def _figures(self) -> dict[str, Any]:
+        counts = self.safeguards.counts
+        return {"safeguards": {key: counts[key] for key in ("skipped", "restored", "capped")}}

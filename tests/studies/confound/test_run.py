@@ -35,9 +35,9 @@ from mlxstacks.studies.confound.run import run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer
+from mlxstacks.study.integrity import Checked, check_provenance
 from mlxstacks.study.items import Item, read_items
 from mlxstacks.study.plan import read_plan
-from mlxstacks.study.provenance import Checked, check_provenance
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings

@@ -20,13 +20,7 @@ from mlxstacks.study import child_process
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
 from tests.studies.sweep_cases import Cells, sweep_settings
-from tests.studies.train_cases import write_data, write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("sweep-bad")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
+from tests.studies.train_cases import write_data
 
 
 @pytest.mark.parametrize(
