@@ -171,13 +171,15 @@ class Page:
     @property
     def beside(self) -> list[dict[str, Any]]:
         """Tables that several results of a kind have, as one each: a row's runs below each other.
+        A title says what is measured: tables under two titles stay apart, whatever their columns.
         What a result folds is left out, and what is long is folded.
         """
         shared: dict[tuple[str, ...], list[tuple[str, Table]]] = {}
         for run in self.runs:
             for block in run.result.blocks:
                 if isinstance(block, Table) and not block.folded:
-                    names = (run.result.kind, block.id, *(column.name for column in block.columns))
+                    columns = (column.name for column in block.columns)
+                    names = (run.result.kind, block.id, block.title, *columns)
                     name = run.result.standing.mark(run.name)
                     shared.setdefault(names, []).append((name, block))
         views = []
