@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, Persona, in_second_form, training_rows
+from mlxstacks.arms.arm import Arm, Persona, check_persona, in_second_form, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
@@ -171,6 +171,7 @@ class _Confound(Study):
 
     def planned(self) -> Result:
         settings = self.settings
+        check_persona(str(settings.model), str(settings.persona))
         check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(
