@@ -179,9 +179,10 @@ class _Confound(Study):
             settings=shown, data={"planned_arms": list(arms_of(settings))},
         )  # fmt: skip
         if self.dry_run:
+            items = []
             if user_path(str(settings.items)).is_file():  # what is wrong with it is said now
-                read_items(str(settings.items), settings.subjects)
-            table = plan_table(shown, arms_of(settings))
+                items = read_items(str(settings.items), settings.subjects)
+            table = plan_table(shown, arms_of(settings), items)
             return head.model_copy(
                 update={
                     "power": planned_power(settings), "blocks": (table,),
