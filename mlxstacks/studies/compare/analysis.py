@@ -201,8 +201,8 @@ def check_budgets(budgets: Budgets, equal: Sequence[str], tolerance: float) -> N
     if problems:
         raise InputError(
             f"the arms are to have equal budgets and have not:{''.join(problems)}\n"
-            "change rank, rounds, iters, batch_size, packing or max_seq_length of an arm; or leave "
-            "out of `equal` what need not be equal"
+            "change stack.rank, rounds, iters, batch_size, packing or max_seq_length of an arm; or "
+            "leave out of `equal` what need not be equal"
         )
 
 
