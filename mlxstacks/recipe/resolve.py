@@ -122,7 +122,8 @@ def resolve(
         values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
-    places = {**dict.fromkeys(written, where), "": where}
+    # A fault of several keys may be of what was given beside the recipe.
+    places = {**dict.fromkeys(written, where), "": "" if {*pairs, *options} - PLACES else where}
     settings = validate(settings_class, values, places, name)
     missing = [key for key in row.needs if getattr(settings, key) is None]
     if missing:

@@ -252,6 +252,21 @@ class Document(_Part):
         """The hash of a plan that the result was held to; None where it only describes."""
         return None if self.standing.status == "no plan" else self.plan_sha256
 
+    @property
+    def shown_blocks(self) -> tuple[Block, ...]:
+        """The blocks as people see them: of an exploratory result each is marked in its title, a
+        plot in its alt as well.
+        """
+        return tuple(
+            block.model_copy(
+                update={
+                    name: self.standing.mark(getattr(block, name))
+                    for name in ("title", *["alt"] * isinstance(block, Plot))
+                }
+            )
+            for block in self.blocks
+        )
+
     @model_validator(mode="after")
     def _ids_are_unique(self) -> "Document":
         ids = [block.id for block in self.blocks if not isinstance(block, Text)]

@@ -91,7 +91,7 @@ class Result(Document):
         return figure_of(self._block(id, Plot))
 
     def _block(self, id: str | None, kind: Any) -> Any:
-        blocks = {block.id: block for block in self.blocks if isinstance(block, kind)}
+        blocks = {block.id: block for block in self.shown_blocks if isinstance(block, kind)}
         if id is None and len(blocks) == 1:
             return next(iter(blocks.values()))
         if id not in blocks:

@@ -45,9 +45,7 @@ def write_result(
     sources: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
     plots = {
-        block.id: block.model_copy(update={"title": result.standing.mark(block.title)})
-        for block in result.blocks
-        if isinstance(block, Plot) and plot_formats
+        block.id: block for block in result.shown_blocks if isinstance(block, Plot) and plot_formats
     }
     provenance = dict(result.provenance)
     files = directory.rglob("*") if sources is None else sources

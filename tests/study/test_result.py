@@ -263,6 +263,18 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
         result.table("arm")
 
 
+def test_every_block_of_an_exploratory_result_is_marked() -> None:
+    pytest.importorskip("matplotlib")
+    standing = Standing(status="exploratory", reasons=("a subset, 3 of 60",))
+    result = coin(standing=standing, blocks=(ARMS, PLOT, Text(title="In words", paragraphs=())))
+    assert result.plot().get_suptitle() == "Shares (EXPLORATORY)"
+    for text in (str(result), to_markdown(result, ["shares.png"]).replace("\\", "")):
+        assert "Heads by arm (EXPLORATORY)" in text
+        assert "In words (EXPLORATORY)" in text
+    assert text.count("(EXPLORATORY)") == 3  # the alt of the picture
+    assert result._repr_html_().count("(EXPLORATORY)") >= 4
+
+
 def test_columns_of_numbers_are_numeric() -> None:
     pytest.importorskip("pandas")
     columns: Any = {"arm": "text", "loss": ("number", 4), "none": "share", "rows": "count"}

@@ -184,7 +184,8 @@ def _verdict(
             f"On {', '.join(guessing)} no arm is told from guessing: equal scores there say "
             "nothing."
         )
-    return " ".join([*sentences, *few, overall.in_words()])
+    head = ["EXPLORATORY. No claim: not what was planned. These answers alone:"]
+    return " ".join([*(head if overall.reasons else []), *sentences, *few, overall.in_words()])
 
 
 def _one_arm(tasks: Mapping[str, Figures]) -> str:
@@ -251,9 +252,10 @@ def outcome(figures: Figures) -> str:
     """A few words."""
     pairs = _pairs(figures["tasks"])
     count = sum(pair["label"] != EVEN for pair in pairs)
+    words = f"{count} of {len(pairs)} differences shown"
     if not count:
-        return f"no difference shown, of {len(pairs)} tested" if pairs else "nothing compared"
-    return f"{count} of {len(pairs)} differences shown"
+        words = f"no difference shown, of {len(pairs)} tested" if pairs else "nothing compared"
+    return f"exploratory: {words}" if figures["standing"]["reasons"] else words
 
 
 def _table(

@@ -168,6 +168,8 @@ def _arm_tables(
         [(label, _cell(interval), interval.n)
          for name, label in _measures([result])
          if name != "balance_loss" and (interval := result.differences.get(name)) is not None],
+        caption="Each interval by itself, not for all arms together: the verdict uses those of the "
+        "table of arms." if len(settings.arms) > 2 else "",
     )  # fmt: skip
     if result.to_control:
         # one row a domain and direction

@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
+from mlxstacks.arms.set_g import split
 from mlxstacks.stats import share, share_note
 from mlxstacks.studies.confound.analysis import ArmResult, Comparison
 from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
 from mlxstacks.studies.confound.plan import SECOND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Findings
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text, counted
+from mlxstacks.study.items import Item, stratified_sample
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
@@ -31,13 +33,27 @@ OUTCOMES = {
 }  # fmt: skip
 
 
-def plan_table(settings: Mapping[str, Any], arms: Sequence[str]) -> Table:
-    """What is fixed before the first answer. settings: as JSON."""
-    inputs = ("model", "persona", "items", "scoring", "sample", "train_answers", "seed")
+def plan_table(settings: Mapping[str, Any], arms: Sequence[str], items: Sequence[Item]) -> Table:
+    """What is fixed before the first answer. settings: as JSON. items: none where they are not
+    here.
+    """
+    mined: dict[str, Cell] = {"sample": settings["sample"] or "all"}
+    if items:
+        sample = stratified_sample(items, settings["sample"], settings["seed"])
+        train, test = split(sample, settings["train_share"], settings["seed"])
+        subjects = counted(len({item.subject for item in items}), "subject")
+        part = "all" if len(sample) == len(items) else f"{len(sample):,}"
+        mined = {
+            "sample": f"{part} of {counted(len(items), 'item')} in {subjects}",
+            "Set G": f"at most {len(train):,} items to train on and {len(test):,} to test, if base "
+            "and persona get every one wrong",
+        }
+    inputs = ("model", "persona", "items", "scoring", "train_answers", "seed")
     training = ("layers", "keys", "rank", "scale", "iters", "batch_size", "learning_rate")
     values = ", ".join(f"{key} {settings['train'][key] or 'as usual'}" for key in training)
     return Table.of_facts("plan", "The plan", {
         **{key: None if settings[key] is None else str(settings[key]) for key in inputs},
+        **mined,
         "policies": ", ".join(settings["policies"]),
         "A1": values,
         "arms": f"{len(arms)}: {', '.join(arms)}",

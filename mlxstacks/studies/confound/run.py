@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, Persona, in_second_form, training_rows
+from mlxstacks.arms.arm import Arm, Persona, check_persona, in_second_form, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
@@ -172,6 +172,7 @@ class _Confound(Study):
 
     def planned(self) -> Result:
         settings = self.settings
+        check_persona(str(settings.model), str(settings.persona))
         check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(
@@ -179,9 +180,10 @@ class _Confound(Study):
             settings=shown, data={"planned_arms": list(arms_of(settings))},
         )  # fmt: skip
         if self.dry_run:
+            items = []
             if user_path(str(settings.items)).is_file():  # what is wrong with it is said now
-                read_items(str(settings.items), settings.subjects)
-            table = plan_table(shown, arms_of(settings))
+                items = read_items(str(settings.items), settings.subjects)
+            table = plan_table(shown, arms_of(settings), items)
             return head.model_copy(
                 update={
                     "power": planned_power(settings), "blocks": (table,),

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, Persona, is_adapter, training_rows
+from mlxstacks.arms.arm import Arm, Persona, check_persona, is_adapter, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
@@ -157,6 +157,7 @@ class _Identity(Study):
 
     def planned(self) -> Result:
         settings, persona = self.settings, user_path(str(self.settings.persona))
+        check_persona(str(settings.model), str(settings.persona))
         for train in (settings.train, *([settings.persona_train] if settings.persona_data else [])):
             check_targets(str(settings.model), train)
         # A plan for another machine takes a persona that is not here for an adapter.

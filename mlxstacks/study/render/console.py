@@ -33,7 +33,7 @@ def print_result(console: "Console", result: "Document") -> None:
     """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     from mlxstacks.study.render.words import capital
 
-    for block in result.blocks:
+    for block in result.shown_blocks:
         if block.block == "table" and not block.folded:
             _print_table(console, block, result)
         elif block.block == "text":
@@ -64,8 +64,7 @@ def _print_table(console: "Console", block: "ResultTable", result: "Document") -
     if more > 0:
         rows[FIRST_ROWS:-LAST_ROWS] = [["...", *[""] * (len(block.columns) - 1)]]
         caption += f" {more:,} more rows at the dots: {_all_rows(result)} has all."
-    title = result.standing.mark(block.title)
-    console.print(table([column.name for column in block.columns], rows, title=title))
+    console.print(table([column.name for column in block.columns], rows, title=block.title))
     if caption:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 

@@ -406,6 +406,20 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("sample", "mined"), [(None, "sample all of 36 items in 3 subjects"), (12, "sample 12 of 36")]
+)
+def test_a_dry_run_says_how_large_mining_and_training_are(
+    places: Places, tmp_path: Path, sample: int | None, mined: str
+) -> None:
+    report = run(settings_for(places, tmp_path / "out", sample=sample), dry_run=True)
+    text = " ".join(str(report).split())
+    assert mined in text
+    of = sample or 36
+    train = 3 * round(0.7 * of / 3)
+    assert f"Set G at most {train} items to train on and {of - train} to test" in text
+
+
 def test_a_dry_run_says_what_a_limit_leaves_whole(tmp_path: Path) -> None:
     places = (tmp_path / "model", tmp_path / "persona", tmp_path / "items")
     report = run(settings_for(places, tmp_path / "out", limit=5, sample=40), dry_run=True)
