@@ -112,13 +112,13 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
                 reports[part].append(report)
     train, validation = rows.values()
     if hold_out and not validation:
-        rows_read = len(train)
+        rows_read, different = len(train), _different(train, settings)
         train, validation = divide(train, settings)
         if not train or not validation:
             if settings.validation_rows is not None:
                 raise InputError(
                     f"validation_rows is {settings.validation_rows:,}; the sources have "
-                    f"{rows_read:,} usable rows, and some have to be left to train on"
+                    f"{rows_read:,} usable rows ({different}), and some have to be left to train on"
                 )
             train, validation = [*train, *validation], []
     trained = {row.row_id for row in train}
@@ -277,17 +277,16 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
         train, validation = divide(rows, settings.model_copy(update={"validation_rows": 1}))
     if not train or not validation:
         empty = "validation" if train else "training"
-        keys = {split_key(row, settings) for row in rows}
-        what = "rows" if settings.split_by == "row" else "prompts or passages"
-        if len(keys) < 2:
+        different = _different(rows, settings)
+        if len({split_key(row, settings) for row in rows}) < 2:
             raise InputError(
-                f"domain {name}: has {len(keys)} different {what} in {len(rows)} rows; it needs 2 "
-                "at least: one to train on, one to validate with"
+                f"domain {name}: {different}; at least 2 are needed, one to train on and one to "
+                "validate with"
             )
         name_set = "validation_rows" if settings.validation_rows else "validation_fraction"
         raise InputError(
             f"domain {name}: {name_set} {getattr(settings, name_set)} leaves no {empty} row of "
-            f"{len(rows)} ({len(keys)} different {what}); set validation_rows to a number below "
+            f"{len(rows)} ({different}); set validation_rows to a number below "
             "that, another validation_fraction, or split_by: row"
         )
     return train, validation
@@ -312,6 +311,11 @@ def divide(rows: Sequence[Example], settings: DomainDataSettings) -> Split:
     for row, key in zip(rows, keys, strict=True):
         parts[key in held_out].append(row)
     return parts
+
+
+def _different(rows: Iterable[Example], settings: DomainDataSettings) -> str:
+    what = "rows" if settings.split_by == "row" else "prompts or passages"
+    return f"different {what}: {len({split_key(row, settings) for row in rows}):,}"
 
 
 def split_key(example: Example, settings: DomainDataSettings) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlxstacks.data.settings import DomainDataSettings, Template
+from mlxstacks.data.settings import DomainData, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
 from mlxstacks.settings import Force, Settings
@@ -53,13 +53,7 @@ class LabelledSource(Settings):
         description="label: one domain, several for mixed prompts, none for prompts that no "
         "domain should help with"
     )
-    data: Annotated[
-        DomainDataSettings,
-        BeforeValidator(
-            lambda value: {"sources": [value]} if isinstance(value, str) else value,
-            json_schema_input_type=DomainDataSettings | str,
-        ),
-    ] = Field(description="where the rows come from")
+    data: DomainData = Field(description="where the rows come from")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
+from mlxstacks.data.settings import DomainData, TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.layers.settings import LayersText, StackSettings
 from mlxstacks.settings import Count, ResourceLimit, Settings, WorkingSetBytes
@@ -369,8 +369,8 @@ class DomainSettings(Settings):
     """One domain; what is not said here is as the run says. A name alone stands for all of it."""
 
     name: Annotated[str, names_a_file("a domain's", 64)]
-    data: DomainDataSettings | None = Field(
-        None, description="where its rows come from; default: NAME.jsonl in the run's `data`"
+    data: DomainData | None = Field(
+        None, description="a file or sources of its rows; default: NAME.jsonl in the run's `data`"
     )
     rounds: int | None = Field(None, ge=1, description="maximum stacks to train")
     iters: int | None = Field(None, ge=1, description="batches per round")
@@ -419,8 +419,9 @@ class StackRunSettings(Settings):
     )
     domains: tuple[Domain, ...] = Field(
         (),
-        description="Domains in training order. Repeatable. Default: every NAME.jsonl in `data`, "
-        "by name.",
+        description="Domains in training order, each a name, or name and data as in "
+        '{"name": "colors", "data": "colors.jsonl"}. Repeatable. Default: every NAME.jsonl in '
+        "`data`, by name.",
         json_schema_extra={"cli_type": "text"},
     )
     validation_rows: int | None = Field(

@@ -18,6 +18,7 @@ from mlxstacks.study.render.figures import (
     figure_of,
     fit,
     names_of_ticks,
+    svg_of,
     tick_texts,
 )
 
@@ -141,6 +142,13 @@ def test_a_category_has_a_dot_of_each_series_with_a_value_there() -> None:
 @pytest.mark.parametrize("name", list(plots()))
 def test_no_label_is_over_another_or_cut_off(name: str) -> None:
     assert problems(figure_of(plots()[name])) == []
+
+
+def test_an_svg_has_the_label_beside_the_widest_ticks_within_it() -> None:
+    losses = Series(label="validation", x=(0.0, 3.0), y=(5.539011859893799, 3.9202293078104655))
+    other = Series(label="training", x=(3.0,), y=(5.391812801361084,))
+    svg = svg_of(plot_of("lines", [losses, other], x_label="step", y_label="loss, nats per token"))
+    assert float(svg.partition("rotate(-90 ")[2].split()[0]) > 10
 
 
 def test_numbers_that_lie_over_each_other_get_room() -> None:

@@ -176,7 +176,8 @@ def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
         present = ", ".join(sorted(p.name for p in root.glob("*.jsonl"))) or "no .jsonl files"
         raise InputError(
             f"no data for {', '.join(missing)}: there is no {', '.join(map(str, missing.values()))}"
-            f" (there: {present}); a domain takes data: sources, or a file of its name in `data`"
+            f" (there: {present}); put it there, or name another in `domains`: "
+            f'{{"name": "{next(iter(missing))}", "data": "FILE.jsonl"}}'
         )
     each = settings.grad_accumulation_steps
     complete = []

@@ -328,7 +328,8 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
             label=short(series.label, 40),
         )  # fmt: skip
     ax.grid()
-    ax.xaxis.set_major_locator(MaxNLocator(6))
+    for axis in (ax.xaxis, ax.yaxis):  # matplotlib's own takes other ticks once they are laid out
+        axis.set_major_locator(MaxNLocator(6))
     ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
     if len(plot.series) > 1:
@@ -366,7 +367,8 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
         ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
     ax.margins(x=0.16, y=0.14)
-    ax.xaxis.set_major_locator(MaxNLocator(5))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
     if plot.unit == "bytes":
         from mlxstacks.memory import bytes_in_words
 
