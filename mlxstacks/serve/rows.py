@@ -122,14 +122,16 @@ def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
     segments: dict[str, list[Segment]] = {}
     for packed, column in packs.items():
         weights = mx.array(column, mx.float32)[:, None]  # (B, 1), of all stacks of a pack
+        answers = None if all(column) else weights != 0
+        used = {weight for weight in column if weight}
         for path, parts in packed.segments.items():
             for part in parts:
-                if len(set(column)) == 1:
-                    weighed = weighted(part, {stack.name: column[0] for stack in part.ids})
+                if len(used) == 1:
+                    weighed = weighted(part, dict.fromkeys((s.name for s in part.ids), *used))
                 else:
                     own = mx.broadcast_to(weights, (len(column), len(part.ids)))
                     weighed = replace(part, weights=own, factor=1.0, column=None)
-                segments.setdefault(path, []).append(weighed)
+                segments.setdefault(path, []).append(replace(weighed, answers=answers))
     return {path: tuple(parts) for path, parts in segments.items()}
 
 

@@ -4,6 +4,7 @@ Run: pytest tests/serve/test_rows.py
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlxstacks import base_model
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.routing.engine import open_base
+from mlxstacks.routing.resident import PackedSet
 from mlxstacks.serve.pool import Held
 from mlxstacks.serve.rows import RowRoutes, batch_segments
 from tests.serve.serve_cases import Job, Written, nano_settings, shared_nano, write
@@ -92,6 +94,33 @@ def test_row_without_a_route_raises(routes: list[Any]) -> None:
         nano.forward(mx.zeros((2, 1), mx.int32), [*batched, RowRoutes(routes)])
     with pytest.raises(RuntimeError, match="without routes"):
         nano.forward(mx.zeros((2, 1), mx.int32), batched)
+
+
+@pytest.mark.parametrize("name", ["islands", "adapter"])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_broken_stack_of_a_row_leaves_the_others_alone(name: str, tokens: int) -> None:
+    # 0 times Inf is NaN: a row without a stack must not be multiplied by it
+    nano = shared_nano()
+    held = [nano.pool.hold(weights) for weights in ({name: 1.0}, {"tolu": 0.7})]
+    ((packed, weight),) = held[0].parts
+    broken = {
+        path: tuple(replace(part, a_all=part.a_all * mx.inf, b_all=part.b_all * mx.inf,
+                            views=None) for part in parts)
+        for path, parts in packed.segments.items()
+    }  # fmt: skip
+    routes = [Held(((PackedSet(packed.domains, broken), weight),)), Held(), held[1], held[0]]
+
+    def logits(routes: list[Held]) -> mx.array:
+        entries = base_model.make_prompt_cache(nano.base.model)
+        batched = [entry.merge([entry] * len(routes)) for entry in entries]
+        prompts = mx.array([[5 + row] * tokens for row in range(len(routes))])
+        return nano.forward(prompts, [*batched, RowRoutes(routes)])
+
+    found, healthy = logits(routes), logits([Held(), *routes[1:]])
+    for one in held:
+        nano.pool.release(one)
+    assert mx.isnan(found[0]).all()
+    assert mx.allclose(found[1:], healthy[1:], atol=ROUNDING, rtol=0)
 
 
 def test_weights_of_rows_share_the_stacks_arrays() -> None:
