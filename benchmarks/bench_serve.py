@@ -1,6 +1,6 @@
 """`mlxstacks serve` beside `mlx_lm.server`: tokens a second and time to the first token.
 
-    python -m benchmarks.bench_serve [--model DIR] [--clients 1,4,16] [--tokens 48]
+    python -m benchmarks.bench_serve [--model DIR] [--clients 1,4,16] [--cases base,adapter]
 
 Both serve the same float32 copy of the model (default: nano; SmolLM2 by its directory), answer the
 same prompts of `/v1/completions`, greedily, from the same client in threads. Cases: the base; one
@@ -184,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=nano_paths().model_path)
     parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--cases", default="base,adapter,4 adapters")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
@@ -209,7 +210,8 @@ def main() -> None:
         with running(serve, ours) as pid, running(peer, theirs) as their_pid:
             servers = (pid, ours), (their_pid, theirs)
             for clients in map(int, options.clients.split(",")):
-                for case, fields in cases.items():
+                for case in options.cases.split(","):
+                    fields = cases[case]
                     runs: dict[str, list[Load]] = {"mlxstacks": [], "mlx_lm": []}
                     for repeat in range(options.repeats + 1):
                         for name, server, wanted in zip(runs, servers, fields, strict=True):

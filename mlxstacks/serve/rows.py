@@ -20,6 +20,7 @@ from mlxstacks import base_model
 from mlxstacks.layers.packed import Segment, weighted
 from mlxstacks.routing.generation import CHUNKED_FROM
 from mlxstacks.routing.resident import PackedSet
+from mlxstacks.serve.cache_bytes import leaves
 from mlxstacks.serve.pool import Held, StackPool
 from mlxstacks.training.modes import evaluating
 
@@ -87,7 +88,14 @@ class RoutedRows:
         else:
             with evaluating(self._model), base_model.gated_delta_installed():
                 logits = self._model(tokens, cache=entries)
-        mx.async_eval(_counts(entries))
+        # mlx-lm's caches of recurrent layers count tokens anew for every token, out of the counts
+        # before, and need those of the first layer alone: all others would never be computed, and
+        # grow by a buffer a token.
+        counts = [
+            getattr(leaf, name, None) for leaf in leaves(entries)
+            for name in ("lengths", "left_padding")
+        ]  # fmt: skip
+        mx.async_eval([count for count in counts if isinstance(count, mx.array)])
         return logits.astype(mx.float32)  # log probabilities of half floats would be coarse
 
     def base(self) -> None:
@@ -133,17 +141,3 @@ def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
                     weighed = replace(part, weights=own, factor=1.0, column=None)
                 segments.setdefault(path, []).append(replace(weighed, answers=answers))
     return {path: tuple(parts) for path, parts in segments.items()}
-
-
-def _counts(entries: Sequence[Any]) -> list[mx.array]:
-    """What mlx-lm's caches of recurrent layers count tokens with.
-
-    It makes each anew for every token out of the one before, and needs that of the first layer
-    alone: all others would never be computed, and grow by a buffer a token.
-    """
-    counts = []
-    for entry in entries:
-        counts += _counts(getattr(entry, "caches", ()))
-        values = (getattr(entry, name, None) for name in ("lengths", "left_padding"))
-        counts += [value for value in values if isinstance(value, mx.array)]
-    return counts
