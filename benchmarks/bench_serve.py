@@ -35,7 +35,7 @@ from mlxstacks import base_model
 from mlxstacks.nano.exports import nano_paths
 
 Fields = Sequence[dict[str, Any]]  # of requests, by turns
-ADAPTERS = 4
+ADAPTERS, ATTENTION = 4, ("self_attn.q_proj", "self_attn.v_proj")
 WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts", "apples")
 
 
@@ -64,20 +64,21 @@ def float_copy(source: Path, target: Path) -> Path:
     return target
 
 
-def write_adapters(model_path: Path, directory: Path) -> list[Path]:
-    """Random adapters of rank 8 on attention, of all layers."""
+def write_adapters(
+    model_path: Path, directory: Path, keys: Sequence[str] = ATTENTION
+) -> list[Path]:
+    """Random adapters of rank 8, of all layers."""
     paths = []
     for number in range(ADAPTERS):
         model, _, _ = base_model.load(model_path)
         layers = len(model.layers)
-        keys = ["self_attn.q_proj", "self_attn.v_proj"]
-        base_model.attach_lora(model, layers, 8, 2.0, keys)
+        base_model.attach_lora(model, layers, 8, 2.0, list(keys))
         weights = dict(tree_flatten(model.trainable_parameters()))
         for place, (name, value) in enumerate(sorted(weights.items())):
             key = mx.random.key(1000 * number + place)
             weights[name] = 0.02 * mx.random.normal(value.shape, key=key)
         target = directory / f"adapter{number}"
-        base_model.save_adapter(target, weights, layers, 8, 2.0, keys)
+        base_model.save_adapter(target, weights, layers, 8, 2.0, list(keys))
         paths.append(target)
     return paths
 

@@ -28,6 +28,7 @@ from mlxstacks.layers.moe_lora import Form, Rows, packed_b
 from mlxstacks.layers.packed_rows import FEW_ROWS, RowViews, add_few, many_delta, row_views
 from mlxstacks.layers.selection import Selection, StackId
 from mlxstacks.ops.expert_delta import expert_delta
+from mlxstacks.ops.low_rank_kernels import products_on_cpu
 from mlxstacks.ops.stack_sum import stack_sum
 
 
@@ -77,6 +78,8 @@ class Segment:
         own, of which the others are views. All these are set by `pack` and `_weigh`.
     answers: (B, 1) bool, the sequences that these stacks answer, or None for all. What others are
         given does not depend on them, not even where they are Inf or NaN.
+    chosen: (B, 1) uint32, (S, K, R), (S, R, N): each sequence has one of S plain stacks of this
+        shape in place of the stack here; or None.
     """
 
     shape: StackShape
@@ -90,6 +93,7 @@ class Segment:
     views: RowViews | None = None
     buffers: tuple[mx.array, ...] = ()
     answers: mx.array | None = None
+    chosen: tuple[mx.array, mx.array, mx.array] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +103,8 @@ class Segment:
     @property
     def is_plain(self) -> bool:
         """Whether every rank answers every row, as in LoRA."""
-        return self.routers is None and self.shape.form != "per_expert"
+        latent, per_expert = self.shape.latent is not None, self.shape.form == "per_expert"
+        return self.routers is None and not latent and not per_expert
 
     def stack(self, index: int) -> FrozenStack:
         """The index-th stack, taken out. Law: packing it again gives the same bytes."""
@@ -285,7 +290,7 @@ def _added(segment: Segment, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
     """y (..., N) plus the delta for x (..., K), for all rows."""
     shape, views = segment.shape, segment.views
     by_row = shape.latent is None and x.shape[:-1] == y.shape[:-1] and x.size > 0
-    if by_row and x.dtype == y.dtype == mx.float32:
+    if by_row and segment.chosen is None and x.dtype == y.dtype == mx.float32:
         if views is not None and x.size <= FEW_ROWS * x.shape[-1]:
             return add_few(y, x, views, shape.top_k, *_factor_and_weights(segment, x, rows))
         if segment.is_plain and segment.a_all.dtype == segment.b_all.dtype == mx.float32:
@@ -312,6 +317,11 @@ def _factor_and_weights(segment: Segment, x: mx.array, rows: Rows) -> tuple[floa
 def _delta(segment: Segment, x: mx.array, rows: Rows) -> mx.array:
     shape, dtype = segment.shape, x.dtype
     weights = None if segment.weights is None else row_weights(segment.weights, x, rows)
+    if segment.chosen is not None:
+        own = row_weights(segment.chosen[0], x, rows)[..., 0, 0]  # (B, ...), one for each matrix
+        x, down, up = products_on_cpu(x, *segment.chosen[1:])
+        delta = mx.gather_mm(mx.gather_mm(x, down, rhs_indices=own), up, rhs_indices=own)
+        return (shape.scale * (delta if weights is None else delta * weights)).astype(dtype)
     if shape.latent is not None:
         x = x.astype(mx.float32) @ shape.latent.d_in.T  # (..., l)
     if segment.views is not None and x.dtype == mx.float32:

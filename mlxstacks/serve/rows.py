@@ -9,7 +9,8 @@ its own weights. A batch with a row without a route raises.
 Law: what a row is answered is what it is answered alone, to rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.layers.packed import Segment, weighted
 from mlxstacks.routing.generation import CHUNKED_FROM
-from mlxstacks.routing.resident import PackedSet
+from mlxstacks.routing.resident import Alike, PackedSet
 from mlxstacks.serve.cache_bytes import leaves
 from mlxstacks.serve.pool import Held, StackPool
 from mlxstacks.training.modes import evaluating
@@ -122,22 +123,45 @@ class RoutedRows:
 
 
 def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
-    """Path -> segments of every pack that a row names, weighed row by row; arrays are shared."""
+    """Path -> segments of every pack that a row names, weighed row by row; arrays are shared.
+
+    Packs that are alike become one, in which each row has its own, unless a row has two of them.
+    """
+    used = {packed for route in routes for packed, _ in route.parts}
+    joined = _several(used)
+    for route in routes:
+        joined -= _several(packed for packed, _ in route.parts)
     packs: dict[PackedSet, list[float]] = {}
+    places: dict[PackedSet, list[int]] = {}
     for row, route in enumerate(routes):
         for packed, weight in route.parts:
-            packs.setdefault(packed, [0.0] * len(routes))[row] = weight
+            first = packed
+            if (alike := packed.alike) is not None and alike in joined:
+                first = alike.sets[0]
+                places.setdefault(first, [0] * len(routes))[row] = alike.sets.index(packed)
+            packs.setdefault(first, [0.0] * len(routes))[row] = weight
     segments: dict[str, list[Segment]] = {}
     for packed, column in packs.items():
         weights = mx.array(column, mx.float32)[:, None]  # (B, 1), of all stacks of a pack
         answers = None if all(column) else weights != 0
-        used = {weight for weight in column if weight}
+        values = {weight for weight in column if weight}
         for path, parts in packed.segments.items():
+            chosen = None
+            if packed in places and packed.alike is not None:
+                own = mx.array(places[packed], mx.uint32)[:, None]
+                chosen = own, *packed.alike.pairs[path]
             for part in parts:
-                if len(used) == 1:
-                    weighed = weighted(part, dict.fromkeys((s.name for s in part.ids), *used))
+                if len(values) == 1:
+                    weighed = weighted(part, dict.fromkeys((s.name for s in part.ids), *values))
                 else:
-                    own = mx.broadcast_to(weights, (len(column), len(part.ids)))
-                    weighed = replace(part, weights=own, factor=1.0, column=None)
-                segments.setdefault(path, []).append(replace(weighed, answers=answers))
+                    all_of_them = mx.broadcast_to(weights, (len(column), len(part.ids)))
+                    weighed = replace(part, weights=all_of_them, factor=1.0, column=None)
+                weighed = replace(weighed, answers=answers, chosen=chosen)
+                segments.setdefault(path, []).append(weighed)
     return {path: tuple(parts) for path, parts in segments.items()}
+
+
+def _several(sets: Iterable[PackedSet]) -> set[Alike]:
+    """The kinds of which there are two sets or more."""
+    counts = Counter(packed.alike for packed in sets if packed.alike is not None)
+    return {alike for alike, count in counts.items() if count > 1}
