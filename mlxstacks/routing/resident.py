@@ -44,11 +44,14 @@ _LIBC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posi
 
 @dataclass(eq=False)
 class PackedSet:
-    """domains: in the store's order. segments: by path. leases: how many hold it."""
+    """domains: in the store's order. segments: by path. leases: how many hold it. alike: see there;
+    None: no other one is.
+    """
 
     domains: Key
     segments: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
     leases: int = 0
+    alike: "Alike | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,36 @@ class PackedSet:
             if stacks:
                 parts[path] = stacks
         return parts
+
+
+@dataclass(eq=False)
+class Alike:
+    """Sets with one plain stack at each path, of the same shapes, so that one product takes each
+    row through its own. pairs: by path, all of them (S, K, R) and (S, R, N); theirs are views.
+    """
+
+    sets: list[PackedSet]
+    pairs: dict[str, tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, sets: list[PackedSet]) -> None:
+        """Make the sets views of common arrays; path by path, so that one path is held twice."""
+        alike = cls(sets)
+        for path in sets[0].segments:
+            own = [packed.segments[path][0] for packed in sets]
+            down = mx.stack([segment.a_all for segment in own])  # (S, R, K)
+            on_gpu = mx.default_device().type == mx.DeviceType.gpu  # as `lazy_segment` lays them
+            up = mx.stack([s.b_all if on_gpu else s.b_all.T for s in own])
+            second = up.swapaxes(-1, -2)
+            b_all, pair = (up, second) if on_gpu else (second, up)
+            views = [
+                replace(segment, a_all=down[i], b_all=b_all[i], buffers=())
+                for i, segment in enumerate(own)
+            ]
+            alike.pairs[path] = down.swapaxes(-1, -2), pair
+            mx.eval(alike.pairs[path], [(view.a_all, view.b_all) for view in views])
+            for packed, view in zip(sets, views, strict=True):
+                packed.segments[path], packed.alike = (view,), alike
 
 
 class PackedSets:

@@ -285,6 +285,12 @@ class BaseSettings(Settings):
         None, description="Router file or directory to use instead of the store's router."
     )
     hard: bool = Field(False, description="Weight routed domains by 1 instead of their score.")
+    budget: Bytes | None = Field(
+        None,
+        description="Memory for stacks, and what else `serve` keeps, such as 2GB or 500MiB; the "
+        "least recently used are dropped first. Default: a quarter of the memory.",
+        json_schema_extra={"cli_type": "text"},
+    )
     base: BaseNumbers = "auto"
     thinking: Thinking = "auto"
 
@@ -304,12 +310,6 @@ class AnswerSettings(BaseSettings):
     )
     compare: bool = Field(
         False, description="Answer with the base, ungated and routed, side by side."
-    )
-    budget: Bytes | None = Field(
-        None,
-        description="Memory for stacks, such as 2GB or 500MiB; the least recently used are "
-        "dropped first. Default: a quarter of the memory.",
-        json_schema_extra={"cli_type": "text"},
     )
     temp: float = Field(0.0, ge=0, le=MOST_TEMP, description="Sampling temperature; 0: greedy.")
     top_p: float = Field(
@@ -399,12 +399,6 @@ class ServeSettings(BaseSettings):
         None,
         description="File whose first line is the key that clients have to send. Default: the "
         "environment variable MLXSTACKS_API_KEY; without either, no key.",
-    )
-    budget: Bytes | None = Field(
-        None,
-        description="Memory for stacks, adapters and prompt caches, such as 2GB or 500MiB. What a "
-        "request would take beyond it is refused. Default: a quarter of the memory.",
-        json_schema_extra={"cli_type": "text"},
     )
     concurrency: int = Field(
         16, ge=1, le=256, description="Answers at the same time; further requests are refused."

@@ -294,7 +294,7 @@ class Engine:
             cached = [self._begin(ticket, i, prompt, held, limit) for i, held in enumerate(helds)]
         except BaseException:
             begun = [uid for uid, row in self._rows.items() if row.ticket is ticket]
-            self._remove(begun)
+            self._batch.remove(begun)
             for uid in begun:
                 del self._rows[uid]
             for held in helds:
@@ -384,7 +384,7 @@ class Engine:
         if np.isnan(logprobs[answer.token]):
             self._refuse(row.ticket, 500, str(NonFiniteModelError("a log probability")))
             row.ticket.cancel()  # its other answers too
-            self._remove([answer.uid] if answer.finish_reason is None else [])
+            self._batch.remove([answer.uid])
             self._end(answer.uid)
             return
         row.done += 1
@@ -394,7 +394,7 @@ class Engine:
         finish: Finish | None = answer.finish_reason
         if finish is None and (row.text.stopped is not None or row.ticket.is_late):
             finish = "stop" if row.text.stopped is not None else "length"
-            self._remove([answer.uid])
+            self._batch.remove([answer.uid])
         if finish is not None:
             parts += row.text.finish()
             if row.text.stopped is not None:
@@ -441,14 +441,10 @@ class Engine:
                 self._refuse(row.ticket, 503, f"no token within {seconds:g} seconds")
                 row.ticket.cancel()
         over = [uid for uid, row in self._rows.items() if row.ticket.is_over]
-        self._remove(over)
+        self._batch.remove(over)
         for uid in over:
             self.counts["cancelled"] += 1
             self._end(uid)
-
-    def _remove(self, uids: Sequence[int]) -> None:
-        if uids:
-            self._batch.remove(uids)
 
     def _end(self, uid: int) -> None:
         self._pool.release(self._rows.pop(uid).held)

@@ -35,6 +35,7 @@ from mlxstacks.layers.stack_files import attach_paths, places
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.ops.affine import from_storage
 from mlxstacks.routing.resident import (
+    Alike,
     PackedSet,
     PackedSets,
     pack_domains,
@@ -169,6 +170,8 @@ class StackPool:
         self._make_room(packed.nbytes, 0, f"adapter {name}")
         self._sets.add(packed)
         self.adapters[name] = packed
+        if shapes := _plain_shapes(packed):
+            Alike.join([one for one in self.adapters.values() if _plain_shapes(one) == shapes])
         return name
 
     def refresh(self) -> bool:
@@ -304,6 +307,16 @@ class StackPool:
         if any(not p.leases and p.domains not in current for p in self._sets):
             self._before_drop()
             self._sets.drop_others(current)
+
+
+def _plain_shapes(packed: PackedSet) -> dict[str, tuple[StackShape, mx.Dtype]] | None:
+    """Of the one plain stack at each path; None where another is."""
+    shapes = {}
+    for path, (first, *others) in packed.segments.items():
+        if others or not first.is_plain:
+            return None
+        shapes[path] = first.shape, first.a_all.dtype
+    return shapes
 
 
 def _version(name: str, hashes: list[str]) -> str:
