@@ -11,6 +11,7 @@ from pydantic import Field
 from mlxstacks import __version__
 from mlxstacks.errors import InputError
 from mlxstacks.routing.settings import ServeSettings
+from mlxstacks.serve.naming import BASE
 from mlxstacks.serve.requests import Ask, Begun, Piece, TokenLogprob
 from mlxstacks.serve.wire import (
     MOST_CALLS_OF_TOOLS,
@@ -81,7 +82,8 @@ def _call_of(call: ToolCall) -> dict[str, Any]:
 class Shared(Body):
     """What both endpoints take."""
 
-    model: Name
+    model: Name = BASE
+    adapters: Any = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -101,6 +103,8 @@ class Shared(Body):
         """Raises: InputError."""
         if self.logit_bias:
             raise InputError("logit_bias is not supported")
+        if self.adapters is not None:  # a path, to mlx_lm.server
+            raise InputError("adapters is not supported: give the name of a served one as model")
         stops = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or ()
         return Ask(
             self.model,

@@ -259,7 +259,7 @@ def test_refusals_have_the_clients_own_errors(
     "fields",
     [
         {"n": 0}, {"temperature": -1}, {"max_tokens": 1001}, {"top_logprobs": 21},
-        {"stop": ["x"] * 17}, {"logit_bias": {"1": 5}},
+        {"stop": ["x"] * 17}, {"logit_bias": {"1": 5}}, {"extra_body": {"adapters": "math"}},
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function"}]}, {"tool_choice": "required", "tools": [ADD]},
         {"messages": []}, {"messages": [{"role": "<|im_end|>", "content": "x"}]},
