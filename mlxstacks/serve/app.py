@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
@@ -102,7 +103,15 @@ def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIA
         *map(answering, APIS), Route("/health", health), Route("/metrics", metrics),
         Route("/v1/models", models), Route("/v1/models/{name:path}", model),
     ]  # fmt: skip
-    return Gate(Starlette(routes=routes), key)
+
+    async def not_served(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        paths = ", ".join(f"{'/'.join(sorted(r.methods or ()))} {r.path}" for r in routes)
+        message = f"{request.method} {request.url.path[:100]!a} is not served; there are: {paths}"
+        return JSONResponse(openai_api.error_document(status, message), status)
+
+    handlers = {404: not_served, 405: not_served}
+    return Gate(Starlette(routes=routes, exception_handlers=handlers), key)
 
 
 class Gate:

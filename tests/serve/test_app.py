@@ -491,3 +491,13 @@ def test_page_loads_nothing_from_elsewhere(engine: Scripted, url: str) -> None:
     head, _, page = answer.decode().partition("\r\n\r\n")
     assert "default-src 'none'" in head
     assert not re.search(r"https?://|src=|href=|innerHTML", page)
+
+
+def test_what_is_not_served_is_said_in_json(url: str) -> None:
+    for head in (b"GET /v1/embeddings", b"GET /v1/messages"):
+        request = head + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+        status, body = exchange(url, request).split(b"\r\n\r\n", 1)
+        assert status.split()[1] in (b"404", b"405")
+        message = json.loads(body)["error"]["message"]
+        assert "is not served; there are: " in message
+        assert "POST /v1/chat/completions" in message
