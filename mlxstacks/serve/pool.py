@@ -159,7 +159,10 @@ class StackPool:
         except ValueError as error:
             raise InputError(f"{path}: {error}; rename it") from None
         if name in self.names:
-            raise InputError(f"{path}: {name} is served already; rename the directory")
+            raise InputError(
+                f"{path}: {name} is what a domain of the store or another adapter is called; "
+                "rename the directory"
+            )
         try:
             attach_paths(self._model, adapter.modules)
         except ValueError as error:

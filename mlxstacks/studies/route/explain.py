@@ -105,7 +105,8 @@ def _losses(
 
 def verdict(data: Mapping[str, Any]) -> str:
     active = ", ".join(f"{name} {weight:.2f}" for name, weight in data["active"].items())
-    text = f"answered with {active}." if active else "answered by the base alone."
+    text = "would be answered "
+    text += f"with {active}." if active else "by the base alone."
     if data["gap"]:
         if data["gap_by"] == "detector":
             text += " A gap: the prompt is like none that the router was trained on."
