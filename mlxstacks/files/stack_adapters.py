@@ -390,4 +390,4 @@ def _import_notes(
     if base == "overridden":
         yield "the adapter was trained on another base; the store keeps that mark"
     if not exact:
-        yield f"numbers were rounded to {storage}; the most changed tensor by {100 * rounding:.2g}% of it"
+        yield f"numbers were rounded to {storage}, by at most {100 * rounding:.2g}% of a tensor's norm"
