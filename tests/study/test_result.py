@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -273,6 +273,17 @@ def test_every_block_of_an_exploratory_result_is_marked() -> None:
         assert "In words (EXPLORATORY)" in text
     assert text.count("(EXPLORATORY)") == 3  # the alt of the picture
     assert result._repr_html_().count("(EXPLORATORY)") >= 4
+
+
+def test_the_page_on_studies_shows_every_kind_as_it_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/study.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| `([^`]+)` \| (.+) \|$", page, re.M)
+    assert [kind for kind, *_ in rows] == [*get_args(Kind)]
+    for kind, value, printed in rows:
+        cell = value if kind == "text" else float(value)
+        assert format_cell(cell, Column(name="c", kind=kind)) == printed
+    for kind in get_args(Plot.model_fields["kind"].annotation):
+        assert re.search(rf"^\| [^|]*`{kind}`", page, re.M), kind
 
 
 def test_columns_of_numbers_are_numeric() -> None:
