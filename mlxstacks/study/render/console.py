@@ -255,11 +255,11 @@ def _shared_out(least: Sequence[int], most: Sequence[int], room: int) -> list[in
 
 def _folded_at_dots(text: str, width: int) -> str:
     """A path that is longer than the column, as of a module behind its layer or of a file, in lines
-    that end with a whole name.
+    that end with a whole name, or at an underscore.
     """
     if len(text) <= width or " " in text.lstrip("0123456789").lstrip():
         return text
-    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1
+    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1 or text.rfind("_", 0, width) + 1
     if cut <= 0:
         return text
     return f"{text[:cut]}\n{_folded_at_dots(text[cut:], width)}"
