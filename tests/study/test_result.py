@@ -244,6 +244,8 @@ def test_a_terminal_shows_how_a_long_table_ends() -> None:
     ]
     assert shown[:-1] == [*map(str, range(12)), "...", *map(str, range(96, 100))]
     assert "84 more rows at the dots" in text
+    short = table.model_copy(update={"rows": table.rows[:24]})
+    assert "..." not in str(result.model_copy(update={"blocks": (short,)}))
     assert f"Plan {'0' * 16}, confirmatory." in text
 
 
