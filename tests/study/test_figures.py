@@ -161,6 +161,16 @@ def test_numbers_that_lie_over_each_other_get_room() -> None:
     assert problems(figure) == []
 
 
+def test_steps_and_counts_have_whole_ticks() -> None:
+    line = Series(label="loss", x=(3.0, 5.0, 7.0), y=(2.0, 1.0, 0.5))
+    row = Series(label="passed", y=(7.0, 3.0))
+    for plot in (
+        plot_of("lines", [line]), plot_of("intervals", [row], categories=("a", "b"), form="{:.0f}"),
+    ):  # fmt: skip
+        (ax,) = figure_of(plot).axes
+        assert all(tick == int(tick) for tick in ax.get_xticks())
+
+
 def test_every_line_is_drawn_apart_from_the_others_or_the_legend_says_so() -> None:
     lines = [Series(label=f"s{n}", x=(0.0, 1.0), y=(n, n + 1.0)) for n in range(MOST_LINES + 1)]
     (ax,) = figure_of(plot_of("lines", lines[:9], x_label="step")).axes

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mlxstacks.study.document import Table as ResultTable
 
 Cell = str | int | float | bool | None
-# Of a longer table a terminal shows the first rows and the last ones, as how a training ended; the
-# page has all.
-FIRST_ROWS, LAST_ROWS = 12, 4
+# Of a longer table than this a terminal shows the first rows and the last ones, as how a training
+# ended; the page has all.
+WHOLE_ROWS, FIRST_ROWS, LAST_ROWS = 24, 12, 4
 # Narrower than this a column of text is no longer read; words up to this length are not broken.
 _LEAST_TEXT, _WHOLE_WORD = 12, 20
 # Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
@@ -61,7 +61,7 @@ def _print_table(console: "Console", block: "ResultTable", result: "Document") -
         for row in block.rows
     ]
     caption, more = block.caption, len(rows) - FIRST_ROWS - LAST_ROWS
-    if more > 0:
+    if len(rows) > WHOLE_ROWS:
         rows[FIRST_ROWS:-LAST_ROWS] = [["...", *[""] * (len(block.columns) - 1)]]
         caption += f" {more:,} more rows at the dots: {_all_rows(result)} has all."
     console.print(table([column.name for column in block.columns], rows, title=block.title))
@@ -255,11 +255,11 @@ def _shared_out(least: Sequence[int], most: Sequence[int], room: int) -> list[in
 
 def _folded_at_dots(text: str, width: int) -> str:
     """A path that is longer than the column, as of a module behind its layer or of a file, in lines
-    that end with a whole name.
+    that end with a whole name, or at an underscore.
     """
     if len(text) <= width or " " in text.lstrip("0123456789").lstrip():
         return text
-    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1
+    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1 or text.rfind("_", 0, width) + 1
     if cut <= 0:
         return text
     return f"{text[:cut]}\n{_folded_at_dots(text[cut:], width)}"
