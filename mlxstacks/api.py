@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
 from mlxstacks.files.disk import user_path
-from mlxstacks.keywords import ANSWERING, LOADING, document, in_keywords, keywords_of
+from mlxstacks.keywords import (
+    ANSWERING,
+    LOADING,
+    document,
+    in_keywords,
+    keywords_of,
+    said_in_python,
+)
 from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, shown, validate
 from mlxstacks.recipe.spellings import key_elsewhere
@@ -152,7 +159,8 @@ def run(
     >>> ms.run({"command": "guard", "rank": 4}).verdict
     """
     if not isinstance(recipe, Mapping):
-        name = load_recipe(str(recipe)).command
+        with _in_python_words(None):
+            name = load_recipe(str(recipe)).command
         return _command(name, settings, progress, dry_run, recipe=str(recipe), resume=True)
     values = merge(recipe, settings)
     name = values.pop("command", None)
@@ -229,41 +237,17 @@ def _command(
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
             assert resolved.target is not None
-            return _said_in_python(name, Result.open(resolved.target))
+            return Result.open(resolved.target)
         try:
-            return _said_in_python(
-                name, _called(name, resolved, progress, dry_run, recipe is not None)
-            )
+            return _called(name, resolved, progress, dry_run, recipe is not None)
         except OtherRunError as error:
             if not resolved.forced or "resume" in resolved.settings.model_fields_set:
                 raise
             differing = str(error).rpartition("\n")[0]
             warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
         settings = resolved.settings.model_copy(update={"resume": False})
-        return _said_in_python(
-            name,
-            _called(name, replace(resolved, settings=settings), progress, dry_run, bool(recipe)),
-        )
-
-
-def _said_in_python(name: str, result: Any) -> Any:
-    """A result whose verdict, notes and next steps name keywords and calls. Its files, and so its
-    seal, have the words of the command line.
-    """
-    from mlxstacks.study.result import Result
-
-    if not isinstance(result, Result):
-        return result
-    keywords = keywords_of(name)
-    steps = result.next_steps.items()
-    return result.model_copy(
-        update={
-            "directory": result.directory and str(Path(result.directory).absolute()),
-            "verdict": in_keywords(result.verdict, keywords),
-            "notes": tuple(in_keywords(note, keywords) for note in result.notes),
-            "next_steps": {step: in_keywords(call, keywords) for step, call in steps},
-        }
-    )
+        resolved = replace(resolved, settings=settings)
+        return _called(name, resolved, progress, dry_run, bool(recipe))
 
 
 @contextmanager
@@ -354,8 +338,12 @@ def _called(
 
     def done_by(progress: Callable[..., None] | None) -> Any:
         if dry_run:
-            return plan(name, resolved, of_recipe, progress)
-        return call(name, resolved, progress=progress)
+            return said_in_python(plan(name, resolved, of_recipe, progress), name)
+        result = call(name, resolved, progress=progress)
+        if result.directory:
+            directory = str(Path(result.directory).absolute())
+            result = result.model_copy(update={"directory": directory})
+        return said_in_python(result, name)
 
     if callable(progress):
         # Not every command says what it is at.
@@ -370,16 +358,17 @@ def _called(
 
 
 @contextmanager
-def _in_python_words(name: str) -> Iterator[None]:
+def _in_python_words(name: str | None) -> Iterator[None]:
     """Errors name keywords, not options of the command line, and show no files of ours."""
+    keywords = keywords_of(name) if name else {}
     try:
         yield
     except (InputError, StoreError) as error:
-        message = in_keywords(str(error), keywords_of(name))
+        message = in_keywords(str(error), keywords)
         error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
-        told = in_keywords(str(error), keywords_of(name))
+        told = in_keywords(str(error), keywords)
         told = told or "what it had saved is kept; call it again"
         raise Interrupted(f"{name} was stopped: {told}") from None
 

@@ -10,6 +10,7 @@ import inspect
 import json
 import linecache
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from mlxstacks.keywords import in_keywords, keywords_of
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.recipe.file import recipe_names
 from mlxstacks.recipe.table import COMMANDS
+from mlxstacks.study.document import Table
 from mlxstacks.study.result import Result
 from tools.stub import STUB, stub
 
@@ -351,6 +353,8 @@ def test_rows_in_memory_are_as_rows_of_a_file(tmp_path: Path) -> None:
 PLAIN: Any = vars(pydoc)["plaintext"]
 
 
+# Of the command line, with a blank, a bracket or a backtick before it.
+OPTION = re.compile(r"(?<![-\w])--[a-z]")
 FUNCTIONS = {name for name in ms.__all__ if not inspect.isclass(getattr(ms, name))}
 
 
@@ -362,6 +366,7 @@ def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
         pydoc.render_doc(function, renderer=PLAIN),
     )
     assert not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    assert not OPTION.search(page)
     for key, parameter in signature.parameters.items():
         if key not in ("tokenizer", "prompt") and (name, key) != ("generate", "model"):
             line, meaning = page.partition(f"    {key}: ")[2].split("\n")[:2]
@@ -625,7 +630,21 @@ def test_a_result_is_plain_text_and_names_keywords(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks set it
-    options = {"requant": "promote", "target_correlation": 0.9999, "judge": "none"}
+    options = {
+        "requant": "promote", "target_correlation": 0.9999, "judge": "none", "fail_under": 0.99999,
+    }  # fmt: skip
     result = ms.fuse(save_path=tmp_path / "fused", **options)  # type: ignore[arg-type]
     assert any("requant='dequantize' does better" in note for note in result.notes)
+    opened = Result.open(tmp_path / "fused")
+    assert (opened.verdict, opened.notes[:-1]) == (result.verdict, result.notes)
+    assert opened.failed_gate == result.failed_gate
+    assert "is below fail_under=0.99999" in str(result.failed_gate)
+    rows = [(number,) for number in range(20)]
+    table = Table.of("modules", "Modules", {"number": "count"}, rows)
+    shown = str(result.model_copy(update={"blocks": (table,)}))
+    assert "more rows at the dots: result.table('modules') has all" in shown
+    for text in (shown, str(result), str(opened)):
+        assert not OPTION.search(text)
+    with pytest.raises(InputError, match=r"\(`ms.recipes\(\)` lists them\)"):
+        ms.run("fuse")
     assert "\x1b" not in str(result)

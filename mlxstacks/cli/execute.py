@@ -150,7 +150,8 @@ def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> 
     from mlxstacks.study.result import RESULT, Result
 
     if resolved.target is not None and (resolved.target / RESULT).is_file():
-        result = Result.open(resolved.target)  # an edited one does not show what it was made to say
+        # an edited one does not show what it was made to say
+        result = Result.read(resolved.target / RESULT).checked(resolved.target.absolute())
         report = result.as_json()
         for reason in result.standing.reasons:
             output.note(f"EXPLORATORY: {reason}")

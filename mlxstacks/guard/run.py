@@ -111,7 +111,7 @@ class GuardReport:
     def failed_gate(self) -> str | None:
         if self.outcome != "refused" or self.settings["force"]:
             return None
-        return f"{self.verdict} (--force ends with 0 all the same)"
+        return f"{self.verdict} (--force lets it pass all the same)"
 
     @property
     def apply(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class GuardSettings(Settings):
     checkpointing: CheckpointingName = Field(
         "none",
         description="Recomputation in the backward pass. none; layers: each decoder layer; mlx: "
-        "mlx-lm's --grad-checkpoint.",
+        "as mlx-lm's trainer.",
     )
     compile: bool = Field(False, description="Compile the whole step with mx.compile.")
     recurrence: RecurrenceName = Field(
