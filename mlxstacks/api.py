@@ -34,7 +34,17 @@ from mlxstacks.keywords import (
     said_in_python,
 )
 from mlxstacks.recipe.file import load_recipe, recipe_names
-from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, shown, validate
+from mlxstacks.recipe.resolve import (
+    OUT,
+    Resolved,
+    call,
+    finished,
+    merge,
+    resolve,
+    shown,
+    validate,
+    what_is_kept,
+)
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, command_named, nearest
 from mlxstacks.study.run_directory import work_path
@@ -339,7 +349,10 @@ def _called(
     def done_by(progress: Callable[..., None] | None) -> Any:
         if dry_run:
             return said_in_python(plan(name, resolved, of_recipe, progress), name)
-        result = call(name, resolved, progress=progress)
+        try:
+            result = call(name, resolved, progress=progress)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(str(error) or what_is_kept(resolved)) from None
         if result.directory:
             directory = str(Path(result.directory).absolute())
             result = result.model_copy(update={"directory": directory})
@@ -368,9 +381,8 @@ def _in_python_words(name: str | None) -> Iterator[None]:
         error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
-        told = in_keywords(str(error), keywords)
-        told = told or "what it had saved is kept; call it again"
-        raise Interrupted(f"{name} was stopped: {told}") from None
+        kept = in_keywords(str(error), keywords).replace("the same command", "the same call")
+        raise Interrupted(f"{name} was stopped" + (f": {kept}" if kept else "")) from None
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -517,13 +517,34 @@ def test_ipython_shows_the_line_and_the_message() -> None:
     assert len(shown) == 3
 
 
-def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nano: tuple[Any, Any]
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "_called", interrupted)
-    with pytest.raises(Interrupted, match=r"fuse was stopped: what it had saved is kept; call it"):
-        ms.fuse(save_path="x")
+    monkeypatch.setattr(api, "call", interrupted)
+    monkeypatch.setattr("mlxstacks.routing.conversation.Conversation.ask", interrupted)
+    for call, said in (
+        (
+            lambda: ms.fuse(save_path=tmp_path / "x"),
+            "fuse was stopped: nothing was written to .*x$",
+        ),
+        (
+            lambda: ms.train(save_path=tmp_path / "x"),
+            r"nothing was saved yet: the same call begins",
+        ),
+        (
+            lambda: ms.train(save_path=tmp_path / "y"),
+            r"y\.work: the .* call .* with resume=False it",
+        ),
+        (lambda: ms.generate(*nano, "Hm?"), "^generate was stopped$"),
+    ):
+        for name, saved in ((".x.work", "run.json"), (".y.work", "checkpoint.safetensors")):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / saved).touch()
+        with pytest.raises(Interrupted, match=said):
+            call()
 
 
 def test_a_fuse_stopped_while_it_is_judged_says_what_judges_it(
