@@ -200,6 +200,8 @@ def test_messages_name_keywords(command: str, message: str, expected: str) -> No
 def test_guard_takes_a_config_by_path() -> None:
     result = ms.guard(nano_paths().model_path / "config.json", max_seq_length=64, rank=2)
     assert json.dumps(as_json(result))
+    of_train = "4 rows a batch and, on a CPU, the base in float32: batch_size=4 base='float32'."
+    assert of_train in result.notes[0]
     planned = as_json(ms.run({"command": "guard", "rank": 2}, max_seq_length=64))
     assert planned["verdict"] == as_json(result)["verdict"]
 

@@ -437,6 +437,11 @@ def _bound(
 
 
 def _notes(settings: GuardSettings, limit: Limit, prediction: Prediction) -> Iterator[str]:
+    if not {"batch_size", "base"} & settings.model_fields_set:
+        yield (
+            "For a batch of 1 and the base as stored; train has 4 rows a batch and, on a CPU, the "
+            "base in float32: --batch-size 4 --base float32."
+        )
     if not limit.known:
         yield (
             f"The limit is the usual {limit.buffers:,}: this device names none. "
