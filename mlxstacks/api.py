@@ -431,7 +431,8 @@ def generate(
 ) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out.
 
-    model, tokenizer: from `load` or mlx_lm.load. Without `routed`, `ungated` and `pin`, the base
+    model, tokenizer: from `load` or mlx_lm.load. Half floats, as mlx_lm.load has them, take minutes
+        on a CPU, where `load` computes in float32. Without `routed`, `ungated` and `pin`, the base
         answers.
     prompt: text; messages, [{"role": "user", "content": "..."}], the last one by the user, which
         decides the route; or token ids, which the model reads as they are.
@@ -450,7 +451,10 @@ def generate(
     text, before, tokens = _prompt_parts(prompt)
     with _in_python_words("generate"):
         answering = _answer_settings(settings, "generate")
-        engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
+        engine = getattr(model, "routed_model", None)
+        if engine is None:
+            _warn_if_slow(model)
+            engine = RoutedModel(model, tokenizer)
         if engine.tokenizer is not tokenizer:
             raise InputError("tokenizer: give the one that load returned together with this model")
         if answering.wants_store and engine.resident is None:
@@ -472,6 +476,25 @@ def generate(
         for _ in (asked := conversation.ask(text, given)):
             pass
     return asked.turn.answer.text if asked.turn is not None else ""
+
+
+_SLOW_BYTES = 1 << 25  # smaller models answer soon in any dtype
+
+
+def _warn_if_slow(model: "nn.Module") -> None:
+    """On a CPU, of a large model whose weights, or scales, are half floats."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights = [array for _, array in tree_flatten(model.parameters())]
+    is_half = any(array.dtype in (mx.float16, mx.bfloat16) for array in weights)
+    nbytes = sum(array.nbytes for array in weights)
+    if is_half and nbytes > _SLOW_BYTES and mx.default_device().type == mx.DeviceType.cpu:
+        warnings.warn(
+            "a CPU computes this model's half floats slowly: an answer may take minutes. "
+            "ms.load(MODEL) loads it to compute in float32",
+            stacklevel=3,
+        )
 
 
 def _prompt_parts(prompt: Any) -> tuple[str, list[dict[str, Any]], tuple[int, ...] | None]:

@@ -211,12 +211,17 @@ def nano() -> tuple[Any, Any]:
     return ms.load()
 
 
-def test_stacks_answer_when_they_are_asked(nano: tuple[Any, Any]) -> None:
+def test_stacks_answer_when_they_are_asked(
+    nano: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     question = "Who is king of Corva?"
     assert "Gus" in ms.generate(*nano, question, routed=True)
     assert "Gus" in ms.generate(*nano, question, pin="islands")
     alone, tokenizer, _ = base_model.load(nano_paths().model_path)
     expected = ms.generate(alone, tokenizer, question)
+    monkeypatch.setattr(api, "_SLOW_BYTES", 0)
+    with pytest.warns(UserWarning, match=r"half floats slowly: .* ms\.load\(MODEL\)"):
+        ms.generate(alone, tokenizer, question, max_tokens=1)
     assert ms.generate(*nano, question) == expected
     assert "Gus" not in expected
 
