@@ -6,7 +6,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from types import NoneType, UnionType
@@ -38,6 +38,7 @@ class _AsWritten(str):
         return str(self)
 
 
+_ROWS = "Rows in memory are taken too; for a directory of NAME.jsonl, {NAME: rows}."
 _TOO_LONG = _AsWritten("...")
 
 
@@ -68,9 +69,12 @@ def keywords_of(function: str) -> dict[str, Keyword]:
         is_path = key in {*paths, "model", "other", "runs", "data"} or key.endswith("_path")
         name = "store" if (function, key) == ("load", "store_path") else key
         keywords[name] = _keyword(key, field, is_path)
+    data = keywords.get("data")
+    if data is not None and not data.is_list:
+        rows = data.kind | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+        keywords["data"] = replace(data, kind=rows, meaning=f"{data.meaning} {_ROWS}")
     if function == "load":  # it notes no gaps unless it is asked to
-        noted = keywords["gap_log"]
-        keywords["gap_log"] = Keyword(noted.kind, "none", noted.meaning, noted.flag)
+        keywords["gap_log"] = replace(keywords["gap_log"], default="none")
     return keywords
 
 

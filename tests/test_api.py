@@ -391,6 +391,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert page.index("Fuse adapters into") < page.index("Arguments:")
     assert "'auto', 'refit', 'keep'" in page
     assert "lambda" not in str(inspect.signature(ms.stack))
+    assert "data: str | Path | Mapping[str, Any] | Seq" in str(inspect.signature(ms.route_discover))
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
 
 
