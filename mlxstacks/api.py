@@ -115,7 +115,8 @@ def train(
     `data` may also be rows: a list of dicts, a datasets.Dataset, a DataFrame, or
     {"train": rows, "valid": rows}. Without "valid", 2% of the rows are held out for validation, or
     none if there are few. Rows are saved next to the adapter, in a file named by their hash, and
-    read from there.
+    read from there. Without save_path, a call replaces what the last one on the built-in model
+    wrote.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -270,7 +271,7 @@ def _rows_written(data: Any, target: Path) -> Iterator[Path]:
     except (InputError, StoreError) as error:
         if path not in present and not work_path(target).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        line = rf"\S*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
+        line = rf"[^\s(]*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
         message = re.sub(line, _row_of_data, str(error))
         error.args = (message.replace(str(path), "data"),)
         raise
@@ -325,7 +326,8 @@ def _takes_rows(name: str, data: Any) -> bool:
     of_parts = name in ("train", "align") and isinstance(data, Mapping) and "sources" not in data
     if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
         raise InputError(
-            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid'"
+            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid', or "
+            "rows as a list of dicts or a DataFrame"
         )
     if holds_rows(data) and isinstance(data, Mapping) >= of_domains:
         return True

@@ -597,6 +597,15 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
         (lambda: untyped.fuse(None, []), ("adapter_path: got an empty list",)),
         (lambda: untyped.stack(data={3: PAIRS}), ("3 is no name; give text, as {'3': rows}",)),
         (lambda: untyped.Result.open(3), ("path: got 3; give the directory",)),
+        (lambda: untyped.Result.open("."), ("can be read: No such file or directory; give the",)),
+        (
+            lambda: untyped.train(data={"prompt": ["a"], "completion": ["b"]}),
+            ("rows as a list of dicts or a DataFrame",),
+        ),
+        (
+            lambda: untyped.eval(tasks="hellaswag", data=PAIRS),
+            ("is an item of HellaSwag (data, row 1: endings is None, need 2 to 26 texts);",),
+        ),
         (lambda: untyped.train(data="nan.jsonl"), ("nan.jsonl, line 1: not JSON (NaN is no",)),
         (
             lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),

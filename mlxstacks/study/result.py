@@ -169,8 +169,9 @@ class Result(Document):
                 raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
             return cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
             raise InputError(
-                f"{file}: no result that can be read: {clean(str(error), 300)}; give the directory "
+                f"{file}: no result that can be read: {clean(why, 300)}; give the directory "
                 "that a command wrote, or run it again"
             ) from None
 
