@@ -111,7 +111,7 @@ class GuardReport:
     def failed_gate(self) -> str | None:
         if self.outcome != "refused" or self.settings["force"]:
             return None
-        return f"{self.verdict} (--force ends with 0 all the same)"
+        return f"{self.verdict} (--force lets it pass all the same)"
 
     @property
     def apply(self) -> dict[str, Any]:
@@ -440,6 +440,11 @@ def _bound(
 
 
 def _notes(settings: GuardSettings, limit: Limit, prediction: Prediction) -> Iterator[str]:
+    if not {"batch_size", "base"} & settings.model_fields_set:
+        yield (
+            "For a batch of 1 and the base as stored; train has 4 rows a batch and, on a CPU, the "
+            "base in float32: --batch-size 4 --base float32."
+        )
     if not limit.known:
         yield (
             f"The limit is the usual {limit.buffers:,}: this device names none. "

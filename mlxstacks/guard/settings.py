@@ -26,7 +26,9 @@ class GuardSettings(Settings):
     )
     max_seq_length: int = Field(2048, ge=1, description="Tokens in the longest row.")
     # Above that MLX's shapes, of 32 bits, overflow.
-    batch_size: int = Field(1, ge=1, le=1_000_000, description="Rows per batch.")
+    batch_size: int = Field(
+        1, ge=1, le=1_000_000, description="Rows per batch; `mlxstacks train` has 4."
+    )
     grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
     rank: int = Field(8, ge=1, description="Adapter rank; stacks have their own.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Adapter dropout; stacks have their own.")
@@ -52,13 +54,15 @@ class GuardSettings(Settings):
         "Repeatable. Default: the usual ones.",
     )
     base: Literal["stored", "float32"] = Field(
-        "stored", description="How the frozen base computes: as stored or in float32."
+        "stored",
+        description="How the frozen base computes: as stored, or in float32, as `mlxstacks train` "
+        "does on a CPU.",
     )
     optimizer: OptimizerName = Field("adamw", description="Optimizer whose state is counted.")
     checkpointing: CheckpointingName = Field(
         "none",
         description="Recomputation in the backward pass. none; layers: each decoder layer; mlx: "
-        "mlx-lm's --grad-checkpoint.",
+        "as mlx-lm's trainer.",
     )
     compile: bool = Field(False, description="Compile the whole step with mx.compile.")
     recurrence: RecurrenceName = Field(

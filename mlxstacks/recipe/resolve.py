@@ -436,6 +436,25 @@ def call(
     return result
 
 
+def what_is_kept(resolved: Resolved) -> str:
+    """After an interrupt: where the run kept what it had done, or that it wrote nothing."""
+    from mlxstacks.files.outputs import MARK
+    from mlxstacks.study.run_directory import IDENTITY, LOG, work_path
+
+    if resolved.target is None:
+        return ""
+    if "resume" not in type(resolved.settings).model_fields:
+        return "" if resolved.target.exists() else f"nothing was written to {resolved.target}"
+    work = work_path(resolved.target)
+    if not work.is_dir():
+        return ""
+    begun = {IDENTITY, LOG, MARK}  # what is there before the first state
+    if {path.name for path in work.iterdir()} <= begun:
+        return "nothing was saved yet: the same command begins again"
+    again = "the same command resumes; with --no-resume it starts again"
+    return f"what was saved is kept in {work}: {again}"
+
+
 @contextlib.contextmanager
 def naming_nano(name: str, resolved: Resolved) -> Iterator[None]:
     """What is wrong with an input of somebody's own may be that the model is missing: adds that."""

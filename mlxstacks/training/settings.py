@@ -163,7 +163,7 @@ class TrainSettings(Settings):
         False,
         description="Share one lora_a of gate_proj and up_proj, and one lora_b of down_proj, "
         "among routed experts: about half the parameters, as SGLang serves them. The adapter has "
-        "a copy for each expert; `adapter convert --experts stacked` stores one.",
+        "a copy for each expert; `mlxstacks adapter convert --experts stacked` stores one.",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input, in training.")
     merge_ready: Literal["pooled", "grid"] | None = Field(
