@@ -400,6 +400,11 @@ class ServeSettings(BaseSettings):
         description="File whose first line is the key that clients have to send. Default: the "
         "environment variable MLXSTACKS_API_KEY; without either, no key.",
     )
+    cache_path: str | None = Field(
+        None,
+        description="Directory to keep beginnings of prompts in, for the next start. It holds what "
+        "users wrote. Default: in memory alone.",
+    )
     concurrency: int = Field(
         16, ge=1, le=256, description="Answers at the same time; further requests are refused."
     )

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlxstacks.errors import InputError
 from mlxstacks.routing.generation import Prompt
 from mlxstacks.routing.settings import ServeSettings
-from mlxstacks.serve import anthropic_api, openai_api
+from mlxstacks.serve import anthropic_api, openai_api, responses_api
 from mlxstacks.serve.engine import Engine
 from mlxstacks.serve.naming import is_loopback
 from mlxstacks.serve.requests import Begun, Event, Piece, Refused, Ticket
@@ -59,6 +59,7 @@ class Api:
 APIS = (
     Api("/v1/chat/completions", openai_api.ChatSpeaker, openai_api.error_document),
     Api("/v1/completions", openai_api.CompletionSpeaker, openai_api.error_document),
+    Api("/v1/responses", responses_api.ResponsesSpeaker, openai_api.error_document),
     Api("/v1/messages", anthropic_api.MessagesSpeaker, anthropic_api.error_document),
 )
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +30,15 @@ from mlxstacks import base_model
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import Rendering
-from mlxstacks.errors import InputError, NonFiniteModelError, ResourceLimitError, StoreError
+from mlxstacks.errors import (
+    InputError,
+    NonFiniteModelError,
+    ResourceLimitError,
+    StoreError,
+    TargetError,
+)
+from mlxstacks.files.checkpoint import fingerprint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import base_name
 from mlxstacks.routing.engine import begins_in_thought, default_budget, open_base
 from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, sampler_of
@@ -38,6 +47,7 @@ from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.cache_bytes import CacheBytes
 from mlxstacks.serve.naming import BASE, ROUTED, UNGATED, UnknownModelError, parse_model
 from mlxstacks.serve.pool import Held, StackPool
+from mlxstacks.serve.prefix_files import PrefixFiles
 from mlxstacks.serve.requests import (
     Ask,
     Begun,
@@ -187,6 +197,13 @@ class Engine:
         self._router: PromptRouter | None = None
         self._bytes = CacheBytes.of(base.model)
         self._restart()
+        self._files: PrefixFiles | None = None
+        if settings.cache_path is not None:
+            versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
+            made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
+            self._files = PrefixFiles(user_path(settings.cache_path), " ".join(map(str, made_by)))
+            self._files.load(self._prefixes)
+            self._trim(0)
         self._announce()
 
     def _restart(self) -> None:
@@ -228,6 +245,17 @@ class Engine:
                     self._restart()
             if not self._rows or time.monotonic() - self._measured > _IDLE_SECONDS:
                 self._measure()
+            if not self._rows and self._inbox.empty():
+                self._save_one()
+
+    def _save_one(self) -> bool:
+        """A beginning that the next process may use; whether there was one."""
+        try:
+            return self._files is not None and self._files.save_one(self._prefixes)
+        except TargetError as error:
+            _log.warning("prompts are kept in memory alone: %s", error)
+            self._files = None
+            return False
 
     def _tickets(self) -> Iterator[Ticket | None]:
         """All that wait; while nothing else is to do, after waiting for one."""
@@ -462,6 +490,10 @@ class Engine:
                 ticket = self._inbox.get_nowait()
                 if ticket is not None:
                     self._refuse(ticket, 503, _STOPPED)
+        while self._save_one():
+            pass
+        if self._files is not None:
+            self._files.close()
         self._forward.base()
         del self._batch, self._prefixes, self._pool, self._forward, self._router, self._model
         gc.collect()

@@ -175,7 +175,7 @@ class ChatSpeaker:
             self._choice(index, self._said(answer), self._logprobs(answer.logprobs), answer.finish)
             for index, answer in enumerate(answers)
         ]
-        usage = _usage(begun, answers)
+        usage = usage_of(begun, answers)
         return self._document(self.kind, choices, usage=usage, mlxstacks=begun.as_json())
 
     def _choice(
@@ -240,7 +240,7 @@ class ChatSpeaker:
 
     def closing(self) -> Iterator[str]:
         if self._usage_wanted:
-            usage = _usage(self._begun, self._answers)
+            usage = usage_of(self._begun, self._answers)
             yield event(self._document(self.chunk_kind, [], usage=usage))
         yield "data: [DONE]\n\n"
 
@@ -291,7 +291,7 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _usage(begun: Begun, answers: Sequence[Answer]) -> dict[str, Any]:
+def usage_of(begun: Begun, answers: Sequence[Answer]) -> dict[str, Any]:
     said = sum(answer.tokens for answer in answers)
     return {
         "prompt_tokens": begun.prompt_tokens, "completion_tokens": said,

@@ -6,7 +6,7 @@ that rows of any routes share what is in memory; a batch adds up the domains tha
 
 A store may change while it is served. What a domain is made of names its version, `math@3fa2...`:
 rows under way keep the version they began with, new ones get the new one. An adapter is a stack of
-one expert, and never leaves memory.
+one expert, has a version too, and never leaves memory.
 
 Not for several threads.
 """
@@ -29,7 +29,7 @@ from mlxstacks.files.manifest import check_name
 from mlxstacks.files.peft_layout import PeftLayout
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import MANIFEST
-from mlxstacks.layers.packed import FrozenStack, StackShape
+from mlxstacks.layers.packed import FrozenStack, Segment, StackShape
 from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.stack_files import attach_paths, places
 from mlxstacks.memory import bytes_in_words
@@ -169,7 +169,8 @@ class StackPool:
             raise AdapterError(f"{path}: {error}") from None
         self.places = places(self._model)
         packed = pack_domains((name,), {name: adapter_parts(adapter, name, self._dtype)}, None)
-        packed.leases = 1
+        hashes = [_sha256(part) for path in packed.segments for part in packed.segments[path]]
+        packed.domains, packed.leases = (_version(name, hashes),), 1
         self._make_room(packed.nbytes, 0, f"adapter {name}")
         self._sets.add(packed)
         self.adapters[name] = packed
@@ -320,6 +321,11 @@ def _plain_shapes(packed: PackedSet) -> dict[str, tuple[StackShape, mx.Dtype]] |
             return None
         shapes[path] = first.shape, first.a_all.dtype
     return shapes
+
+
+def _sha256(part: Segment) -> str:
+    arrays = (mx.contiguous(array).view(mx.uint8) for array in (part.a_all, part.b_all))
+    return hashlib.sha256(b"".join(map(bytes, arrays)) + repr(part.shape).encode()).hexdigest()
 
 
 def _version(name: str, hashes: list[str]) -> str:
