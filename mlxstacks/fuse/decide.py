@@ -69,7 +69,8 @@ def decide(
 
     estimate_all: estimate what was chosen even where the choice needed no estimate (a dry run).
     """
-    sample = _Sample(module)
+    estimates = estimate_all or settings.requant in ("auto", "promote")
+    sample = _Sample(module, None if estimates else 1)
     choice = Choice({})
     for stage in sorted(module.stages):
         sample.take_delta(stage)
