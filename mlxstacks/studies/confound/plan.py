@@ -3,8 +3,11 @@
 The protocol (base, persona, items by their hashes, every setting, the rules) is fixed before any
 model answers anything. The plan proper is fixed once Set G is mined, since only then its n and its
 items are known, and before any arm answers a test item or the adapter is trained.
-"""
 
+The scale at which a random delta moves as many answers as a trained one is searched by a rule that
+is fixed too. Equal norm is not equal disturbance: a trained delta lies where the model listens. The
+search asks items that neither the random delta was made from nor any arm is tested on.
+"""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,17 @@
 A directory holds NAME.jsonl, NAME being a domain (`code`), several (`code+math`: prompts that need
 both) or `others` (prompts of no domain). Rows are in any format that training data has; of a
 conversation its first question and answer count, of a text the whole as a prompt without an answer.
-"""
 
+`mlxstacks route evaluate` measures on rows that were held out, in groups, as tokens.
+Groups are the domains, MIXED (prompts of several domains), OTHER (prompts that no domain should
+help with), and UNSEEN and a name for data of domains that nothing was trained on.
+
+A router is judged on prompts that it was not trained on. Its file has the seed of its split and a
+hash of the row ids that were held out from it. Where the split, made again from examples that are
+at hand, gives this hash, it is that split: of the data that is measured on, or of a directory that
+`route discover` wrote (the one that is named; else the one that the result of `route train` next to
+the router names, or the usual one).
+"""
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
