@@ -7,6 +7,10 @@ and the unbiased estimate of the divergence from Schulman's note (2020):
     A_i  = (R_i - mean R) / (std R + 1e-6)
     loss = -mean_i mean_t [min(r A_i, clip(r, 1 - c, 1 + c) A_i) - beta (exp(d) - d - 1)]
     r = exp(log p - log p_old),  d = log p_ref - log p,  both exponents at most 10 in size
+
+The answers of a group are drawn together. The prompt goes through the model once; its cache is then
+repeated for each answer, so no row is padded and every kind of cache of mlx-lm will do. A row that
+has ended goes along until half of the rows have; then the rest go on without them.
 """
 
 from collections.abc import Collection, Sequence

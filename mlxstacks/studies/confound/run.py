@@ -58,15 +58,18 @@ from mlxstacks.studies.confound.conclude import (
 )
 from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
 from mlxstacks.studies.confound.lengths import length_notes, row_lengths
-from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     BASE,
+    MOST_PROBES,
     PERSONA,
     SECOND,
+    Probe,
     arm,
     arms_of,
+    closest,
     data_of,
+    next_scale,
     parts_of,
     plan_of,
     protocol_of,

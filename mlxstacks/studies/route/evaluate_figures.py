@@ -31,7 +31,7 @@ from mlxstacks.routing.router_metrics import (
 )
 from mlxstacks.stats import mcnemar_of_pairs, mean_interval, paired_interval
 from mlxstacks.studies.route.cells import RATE, in_words, interval_plot, rate_cells, rate_in_words
-from mlxstacks.studies.route.evaluate_rows import OTHER, UNSEEN, EvaluatedRow
+from mlxstacks.studies.route.data import OTHER, UNSEEN, EvaluatedRow
 from mlxstacks.study.document import Block, Columns, Table, cell_of
 from mlxstacks.study.render.words import short
 

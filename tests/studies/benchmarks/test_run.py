@@ -231,8 +231,6 @@ def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeyp
         with pytest.raises(InputError, match=rf"other settings; it differs in\n  {key}: was"):
             run(settings_for(data, target, **{key: value}))
     assert not arms.opened
-    run(settings_for(data, target, normalisation="sum", resume=False))
-    assert arms.opened == list(ARMS)
 
 
 def test_damaged_and_foreign_answers_are_refused(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError
 from mlxstacks.studies.sweep import rank_sweep
 from mlxstacks.studies.sweep.cells import read_results
 from mlxstacks.studies.sweep.rank_sweep import run
@@ -89,17 +89,6 @@ def test_a_broken_row_names_file_and_line(inputs: tuple[Path, Path], tmp_path: P
     with pytest.raises(InputError, match=r"train.jsonl, line 21: messages must be a list"):
         run(sweep_settings(inputs[0], data, tmp_path / "out"))
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
-
-
-def test_an_existing_target_is_not_touched(inputs: tuple[Path, Path], tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "thesis.txt").write_text("mine")
-    for force in (False, True):
-        with pytest.raises(TargetError, match=r"it holds thesis\.txt .*, not with --force either"):
-            run(sweep_settings(*inputs, target, force=force))
-    assert (target / "thesis.txt").read_text() == "mine"
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.fixture(autouse=True)
