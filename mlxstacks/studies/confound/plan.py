@@ -8,6 +8,7 @@ The scale at which a random delta moves as many answers as a trained one is sear
 is fixed too. Equal norm is not equal disturbance: a trained delta lies where the model listens. The
 search asks items that neither the random delta was made from nor any arm is tested on.
 """
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

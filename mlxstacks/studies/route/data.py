@@ -14,6 +14,7 @@ at hand, gives this hash, it is that split: of the data that is measured on, or 
 `route discover` wrote (the one that is named; else the one that the result of `route train` next to
 the router names, or the usual one).
 """
+
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
