@@ -690,7 +690,7 @@ def test_a_result_is_plain_text_and_names_keywords(
     assert (opened.verdict, opened.notes[:-1]) == (result.verdict, result.notes)
     assert opened.failed_gate == result.failed_gate
     assert "is below fail_under=0.99999" in str(result.failed_gate)
-    rows = [(number,) for number in range(20)]
+    rows = [(number,) for number in range(30)]
     table = Table.of("modules", "Modules", {"number": "count"}, rows)
     shown = str(result.model_copy(update={"blocks": (table,)}))
     assert "more rows at the dots: result.table('modules') has all" in shown
