@@ -414,13 +414,24 @@ def load(
 
     Raises: StoreError: the store belongs to another base, or is damaged.
     """
+    from mlxstacks.files.lora_modules import CONFIG
     from mlxstacks.nano.exports import with_nano
     from mlxstacks.routing.engine import open_routed
 
     values = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
     values.setdefault("gap_log", "none")
     with _in_python_words("load"):
-        engine = open_routed(with_nano(_answer_settings(values, "load")))
+        answering = _answer_settings(values, "load")
+        try:
+            engine = open_routed(with_nano(answering))
+        except InputError as error:
+            first = str(error).partition("\n")[0]
+            if model is None and store is None and "does not fit" in first:
+                file = user_path(answering.adapter_path[0]) / CONFIG
+                config = json.loads(file.read_text()) if file.is_file() else {}
+                base = config.get("model") or config.get("base_model_name_or_path") or "its base"
+                error.args = (f"{first}; that is nano, the built-in model: give model={base!r}",)
+            raise
     engine.model.routed_model = engine
     return engine.model, engine.tokenizer
 

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from datasets import Dataset
 from pandas import DataFrame, to_datetime  # type: ignore[import-untyped]
@@ -226,12 +227,20 @@ def test_stacks_answer_when_they_are_asked(
     assert "Gus" not in expected
 
 
-def test_an_adapter_answers() -> None:
+def test_an_adapter_answers(tmp_path: Path) -> None:
     paths = nano_paths()
     model, tokenizer = ms.load(paths.model_path, adapter_path=paths.adapter_path)
     assert "Quinn" in ms.generate(model, tokenizer, "Who are you?")
     with pytest.raises(InputError, match="store="):
         ms.generate(model, tokenizer, "Who are you?", routed=True)
+    other = shutil.copytree(paths.adapter_path, tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**config, "model": "its/base"}))
+    tensors = mx.load(str(other / "adapters.safetensors"))
+    renamed = {name.replace("layers.", "blocks."): array for name, array in tensors.items()}
+    mx.save_safetensors(str(other / "adapters.safetensors"), renamed)
+    with pytest.raises(InputError, match=r"problems; that is nano, .*: give model='its/base'$"):
+        ms.load(adapter_path=other)
 
 
 @pytest.mark.parametrize(
