@@ -273,7 +273,7 @@ def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainD
 
 def _placed(settings: DomainDataSettings, roots: Sequence[Path]) -> DomainDataSettings | None:
     """With its files in the first directory that has all of them; None where none has."""
-    for root in roots:
+    for root in (root.absolute() for root in roots):
         sources = tuple(
             source.model_copy(update={"path": source.path and str(root / user_path(source.path))})
             for source in settings.sources

@@ -35,6 +35,7 @@ from mlxstacks.studies.train.setup import (
     GuardedRun,
     RowsOf,
     SaveTimer,
+    StackOfStore,
     compiles,
     guarded,
     set_up,
@@ -106,14 +107,19 @@ def run_command(
 
 
 def train_with(
-    kind: "type[TrainRun]", settings: TrainSettings, dry_run: bool, progress: Progress | None
+    kind: "type[TrainRun]",
+    settings: TrainSettings,
+    dry_run: bool,
+    progress: Progress | None,
+    active: StackOfStore | None = None,
 ) -> tuple[TrainReport, Result]:
-    """A run of that kind, or its plan. Raises: as `run`."""
+    """A run of that kind, or its plan. active: see `set_up`. Raises: as `run`."""
     if settings.save_path is None:
         raise InputError(f"{kind.command} needs save_path")
     started = time.monotonic()
     target = user_path(settings.save_path)
-    read = (settings.model, settings.resume_adapter_file, *train_data_paths(settings.data))
+    store = None if active is None else active.plan()["store_path"]
+    read = (settings.model, settings.resume_adapter_file, store, *train_data_paths(settings.data))
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
     check_logger(settings)
@@ -122,7 +128,7 @@ def train_with(
     if progress and not dry_run:
         progress(0, 1, "reading the data")
     settings = with_start(settings)
-    setup = set_up(settings, kind.rows_of)
+    setup = set_up(settings, kind.rows_of, active)
     guarded_run = guarded(settings, setup, processes, plan_only=dry_run, rows_of=kind.rows_of)
     plan = planned(settings, guarded_run, target)
     if dry_run:
@@ -205,6 +211,7 @@ class TrainRun:
             if self.settings.keep == "best":
                 restore_best(self.model, state)
             best = state.best
+            self._ended(state)
             report = replace(
                 self.plan,
                 status="stopped" if state.stopped else "trained",
@@ -285,6 +292,9 @@ class TrainRun:
                 f"{error}. The state before it is saved in {work_path(self.target)}, its adapter, "
                 f"the best so far, in {work_path(self.target) / ADAPTER}"
             ) from error
+
+    def _ended(self, state: TrainingState) -> None:
+        """What to do with the weights that are kept, before it is told."""
 
     def _figures(self) -> dict[str, Any]:
         """Further figures of the report."""
@@ -395,7 +405,8 @@ class TrainRun:
             clone_or_link(work.path / STATE, directory / STATE)
             write_csv(directory / LOG, directory / METRICS)
             write_recipe(directory, self.command, self.settings)
-            files = [directory / name for name in (WEIGHTS, CONFIG, LOG, METRICS, RECIPE)]
+            names = (WEIGHTS, CONFIG, LOG, METRICS, RECIPE)
+            files = [path for name in names if (path := directory / name).exists()]
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]
             return write_result(result, directory, self.target, sources=small)
