@@ -238,6 +238,9 @@ def plan_table(report: TrainReport) -> Table:
         "batches": f"{plan['iters']:,} in {counted(plan['steps'], 'optimizer step')}",
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
+    if drawing := (plan["guard"] or {}).get("drawing"):
+        rows["guard"] += f"; answers are drawn with {drawing['buffers']:,} buffers and "
+        rows["guard"] += bytes_in_words(drawing["nbytes"])
     if figures := report.figures:
         if (buffers := figures.get("counted_buffers")) is not None:
             rows["counted"] = f"at most {buffers:,} live buffers in a step"

@@ -592,6 +592,7 @@ def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]
         "buffers": report.buffers,
         "bytes": report.nbytes.total,
         "parts_bytes": asdict(report.nbytes),
+        **({"drawing": asdict(report.decode)} if report.decode else {}),
         "limit_buffers": report.limit.buffers,
         "limit_known": report.limit.known,
         "advice": report.change.words if report.change else None,
@@ -674,17 +675,23 @@ def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> G
     longest = max(setup.plan.widths)
     rows = min(settings.batch_size, len(setup.train.rows)) * (1 if setup.pairs is None else 2)
     parts = settings.grad_accumulation_steps
+    drawing = {}
     if setup.prompts is not None and isinstance(settings, AlignSettings):
         # one group after the other
         rows, parts = settings.group_size, parts * settings.batch_size
+        # the best weights are kept, and those of the start
+        drawing = {"decode_tokens": longest, "decode_batch": rows, "adapter_copies": 2}
     of_step = {"batch_size": rows, "grad_accumulation_steps": parts}
     settings = settings.model_copy(update=of_step)
     if setup.active is not None:
-        return guard(setup.active.asked_of(settings, longest))
-    return verdict(
-        settings, longest, setup.float32_base,
-        validates=setup.validation is not None, layers=layers, processes=processes,
-    )  # fmt: skip
+        asked = setup.active.asked_of(settings, longest)
+    else:
+        asked = asked_of(
+            settings, str(resolve_model(settings.model or "")), longest, layers=layers,
+            validates=setup.validation is not None, processes=processes,
+            in_float32=setup.float32_base,
+        )  # fmt: skip
+    return guard(asked.model_copy(update=drawing))
 
 
 def _refusal(report: GuardReport) -> str:
