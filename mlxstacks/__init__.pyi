@@ -65,12 +65,13 @@ def align(model: str | Path | None = None, *,
     resource_limit: int | None = None, working_set_bytes: int | None = None,
     count_buffers: bool = False, force: bool = False,
     log_to: Literal['trackio', 'wandb'] | None = None, log_project: str = 'mlxstacks',
-    log_name: str | None = None, seed: int = 0, method: Literal['dpo', 'orpo', 'grpo'] = 'dpo',
-    beta: float | None = None, reward: str | Sequence[str] = (), group_size: int = 8,
-    max_tokens: int = 256, clip: float = 0.2, updates: int = 1, allow_code: bool = False,
-    safeguards: Mapping[str, Any] = ..., progress: bool | Callable[..., None] | None = None,
-    dry_run: bool = False) -> Result:
-    """Train a LoRA on preferred answers (DPO, ORPO) or on rewards (GRPO), with safeguards."""
+    log_name: str | None = None, seed: int = 0, store_path: str | Path | None = None,
+    domain: str | None = None, stored_data: str | None = None,
+    method: Literal['dpo', 'orpo', 'grpo'] = 'dpo', beta: float | None = None,
+    reward: str | Sequence[str] = (), group_size: int = 8, max_tokens: int = 256, clip: float = 0.2,
+    updates: int = 1, allow_code: bool = False, safeguards: Mapping[str, Any] = ...,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Train a LoRA or a stack on preferred answers (DPO, ORPO) or rewards (GRPO)."""
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
     adapter_path: str | Path | Sequence[str | Path] = (),

@@ -229,7 +229,7 @@ def _run(command: str, settings_json: str) -> None:
 
         run_train(TrainSettings.model_validate_json(settings_json))
     elif command == "align":
-        from mlxstacks.studies.train.align import run as run_align
+        from mlxstacks.studies.stack.align import run as run_align
         from mlxstacks.training.settings import AlignSettings
 
         run_align(AlignSettings.model_validate_json(settings_json))

@@ -106,7 +106,8 @@ class DomainRecord:
     data. split: row ids of its training and validation rows; None where there are none (imported).
     protected: what its null space held, None where nothing was protected. trained_on: names of the
     stacks that were on while it was trained. prefix_changed: None, unless an earlier
-    domain was trained again since.
+    domain was trained again since. aligned: how its last stack was trained on preferences or
+    rewards, each time.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -124,6 +125,7 @@ class DomainRecord:
     origin: Origin = "trained"
     trained_on: tuple[StackName, ...] = ()
     prefix_changed: PrefixChange | None = None
+    aligned: tuple[JsonObject, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,8 @@ class Manifest(VersionedRecord):
             yield from (stack.file for stack in domain.stacks)
 
     def as_json(self) -> dict[str, Any]:
-        """As of any record; without a router, or a changed prefix, there is no such key: the bytes
-        are those of versions that knew none.
+        """As of any record; without a router, a changed prefix or preferences, there is no such
+        key: the bytes are those of versions that knew none.
         """
         value = super().as_json()
         if value["router"] is None:
@@ -192,6 +194,8 @@ class Manifest(VersionedRecord):
         for domain in value["domains"]:
             if domain["prefix_changed"] is None:
                 del domain["prefix_changed"]
+            if not domain["aligned"]:
+                del domain["aligned"]
         return value
 
     def problems(self) -> Iterator[str]:

@@ -396,7 +396,7 @@ def diff_stores(settings: StacksDiffSettings) -> StoreDiff:
 
 _DOMAIN_FIELDS = (
     "enabled", "origin", "losses", "final_loss", "settings", "data", "protected", "trained_on",
-    "prefix_changed",
+    "prefix_changed", "aligned",
 )  # fmt: skip
 _STACK_FIELDS = ("domain", "round", "parameters", "loss_before", "loss_after")
 

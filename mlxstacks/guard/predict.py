@@ -1,4 +1,4 @@
-"""The buffers and bytes of a training step on long rows, and the buffers of generating text.
+"""The buffers and bytes of a training step on long rows, and of generating text.
 
 Which moment of a step is the fullest changes with the length of the rows. So each phase of a step
 (a layer's multiplications on the way back, say) has a line of its own through two short lengths,
@@ -17,6 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
+from mlxstacks.base_model import make_prompt_cache
 from mlxstacks.guard.graph import evaluation_order, export_graph
 from mlxstacks.guard.live import Peak, simulate
 from mlxstacks.guard.step import (
@@ -28,6 +29,7 @@ from mlxstacks.guard.step import (
     step_graph,
     step_sizes,
 )
+from mlxstacks.layers.output_head import eval_mode
 
 WEIGHTS, STATE, REST = "weights", "adapter and optimizer", "embedding, head and loss"
 # Kinds that do not grow with the rows.
@@ -290,11 +292,13 @@ class DecodePrediction:
     """Buffers of generating `tokens` tokens.
 
     first_buffers: at the peak of the first step; leaked_per_token: what each step leaves behind.
+    cache_bytes: of the caches of all rows, at the end.
     """
 
     tokens: int
     first_buffers: int
     leaked_per_token: int
+    cache_bytes: int = 0
 
     def buffers_at(self, tokens: int) -> int:
         return self.first_buffers + self.leaked_per_token * tokens
@@ -350,25 +354,41 @@ def _room_for(rows: mx.array) -> mx.array:
     return mx.zeros((*rows.shape[:2], _ROOM_TOKENS, rows.shape[3]), rows.dtype)
 
 
-def predict_decode(model: nn.Module, tokens: int, batch: int, batched: bool) -> DecodePrediction:
-    """Buffers of generating `tokens` tokens with mlx-lm.
+def predict_decode(
+    model: nn.Module, tokens: int, batch: int, batched: bool, held: Sequence[mx.array] = ()
+) -> DecodePrediction:
+    """Buffers of generating `tokens` tokens with mlx-lm. held: arrays of the model beside its
+    parameters.
 
     batched: with its BatchGenerator, which in 0.32.2 counts padding in one array a linear-attention
         layer and reads only the first: of the others one operation a token is never run, and its
         constant stays. (It stops counting where prompts of unequal length were padded; what is
         given here is the worse case.) `stream_generate` has no padding to count.
     """
-    training = model.training
-    model.eval()
-    try:
-        first, counting = _one_step(model, batch, batched)
-    finally:
-        model.train(training)
+    with eval_mode(model):
+        first, counting = _one_step(model, batch, batched, held)
+        cache_bytes = _cache_bytes(model, tokens, batch)
     leaked = max(0, counting - 1) if batched else 0
-    return DecodePrediction(tokens, first, leaked)
+    return DecodePrediction(tokens, first, leaked, cache_bytes)
 
 
-def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
+def _cache_bytes(model: nn.Module, tokens: int, batch: int) -> int:
+    """Of rows with so many tokens; keys and values get room for _ROOM_TOKENS at a time."""
+    total, caches = 0, make_prompt_cache(model)
+    model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)
+    for cache in caches:
+        kept = min(tokens, getattr(cache, "max_size", tokens))
+        room = -(-kept // _ROOM_TOKENS) * _ROOM_TOKENS
+        for _, array in tree_flatten(cache.state):
+            if isinstance(array, mx.array):  # (B, heads, T, D), or a state of one size
+                grows = hasattr(cache, "offset") and array.ndim == 4
+                total += array.nbytes // array.shape[2] * room if grows else array.nbytes
+    return total
+
+
+def _one_step(
+    model: nn.Module, batch: int, batched: bool, also_held: Sequence[mx.array]
+) -> tuple[int, int]:
     """Buffers at the peak of one step, and how many caches count padding.
 
     mlx-lm builds a step while the one before still runs. So two are gone through, and the peak of
@@ -384,7 +404,7 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
             for c in caches
         ]
     token = mx.argmax(model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)[:, -1], -1)
-    kept = [a for _, a in tree_flatten(model.parameters())]
+    kept = [*(a for _, a in tree_flatten(model.parameters())), *also_held]
 
     def mark(*arrays: mx.array) -> mx.array:
         """In the graph, with the arrays of the caches as they are now: they write into theirs."""

@@ -64,10 +64,13 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """Generating text. tokens_until_limit: None where nothing grows."""
+    """Generating text. nbytes: with all that a training holds between its steps.
+    tokens_until_limit: None where nothing grows.
+    """
 
     tokens: int
     buffers: int
+    nbytes: int
     leaked_per_token: int
     tokens_until_limit: int | None
 
@@ -194,7 +197,8 @@ def _blocks(report: GuardReport) -> tuple[Block, ...]:
         "longest row": f"{report.longest:,} tokens" if report.longest else "none",
     }
     if (decode := report.decode) is not None:
-        words = f"{decode.buffers:,} buffers after {decode.tokens:,} tokens"
+        words = f"{decode.buffers:,} buffers after {decode.tokens:,} tokens, "
+        words += bytes_in_words(decode.nbytes)
         if decode.leaked_per_token:
             words += f"; {decode.leaked_per_token} more each token, the limit after "
             words += f"{decode.tokens_until_limit:,}"
@@ -255,19 +259,20 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         known=settings.resource_limit is not None or device.resource_limit_known,
         nbytes=settings.working_set_bytes or device.working_set_bytes,
     )
-    decode = _decode(config, settings, limit)
     nbytes = _bytes(step, prediction.nbytes, settings)
+    decode = _decode(step, nbytes, settings, limit)
     say(2, 3, "changes")
     share = _share(limit, prediction)
+    verdict = verdict_of(limit, prediction.buffers, prediction.nbytes)
     if decode is not None:
-        share = max(share, decode.buffers / limit.buffers)
+        of_decode = share_of(limit, decode.buffers, decode.nbytes)
+        if of_decode > share:
+            share, verdict = of_decode, verdict_of(limit, decode.buffers, decode.nbytes)
+            verdict += f" after {decode.tokens:,} tokens"
     outcome = outcome_of(share)
     change = (
         None if outcome == "fits" else _cheapest_change(config, settings, limit, prediction, step)
     )
-    verdict = verdict_of(limit, prediction.buffers, prediction.nbytes)
-    if decode is not None and decode.buffers > prediction.buffers:
-        verdict = verdict_of(limit, decode.buffers, None) + f" after {decode.tokens:,} tokens"
     machine = memory.host_memory_bytes()
     if limit.nbytes is None and machine and (prediction.nbytes or 0) > machine:
         verdict += f", more than the {bytes_in_words(machine)} of this machine"
@@ -336,15 +341,18 @@ def _bytes(step: Step, peak: int | None, settings: GuardSettings) -> StepBytes:
     return StepBytes(weights, adapter, optimizer, stacks, rest)
 
 
-def _decode(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> DecodeReport | None:
+def _decode(
+    step: Step, nbytes: StepBytes, settings: GuardSettings, limit: Limit
+) -> DecodeReport | None:
     if not settings.decode_tokens:
         return None
     batched = settings.decode_with == "batched"
-    prediction: DecodePrediction = predict_decode(
-        lazy_model(config), settings.decode_tokens, settings.decode_batch, batched
+    found: DecodePrediction = predict_decode(
+        step.model, settings.decode_tokens, settings.decode_batch, batched, step.held
     )
-    until = prediction.tokens_until(limit.buffers)
-    return DecodeReport(prediction.tokens, prediction.buffers, prediction.leaked_per_token, until)
+    held = nbytes.weights + nbytes.adapter + nbytes.optimizer + nbytes.stacks + found.cache_bytes
+    until = found.tokens_until(limit.buffers)
+    return DecodeReport(found.tokens, found.buffers, held, found.leaked_per_token, until)
 
 
 def _longest(limit: Limit, prediction: Prediction) -> int:

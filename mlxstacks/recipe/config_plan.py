@@ -388,7 +388,8 @@ def _training_table(place: int, training: Mapping[str, Any]) -> Table:
 def _writes(name: str, resolved: "Resolved") -> list[str]:
     settings: Any = resolved.settings
     paths = [str(resolved.target)] if resolved.target is not None else []
-    if name in _IN_PLACE or (name == "route train" and settings.install):
+    aligned = name == "align" and settings.store_path is not None
+    if name in _IN_PLACE or aligned or (name == "route train" and settings.install):
         paths.append(str(settings.store_path))
     if getattr(settings, "routed", False) and settings.gap_log != NO_GAP_LOG:
         paths.append(settings.gap_log)

@@ -119,11 +119,12 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "align": Command(
-        help="Train a LoRA on preferred answers (DPO, ORPO) or on rewards (GRPO), with safeguards.",
+        help="Train a LoRA or a stack on preferred answers (DPO, ORPO) or rewards (GRPO).",
         settings="mlxstacks.training.settings:AlignSettings",
-        function="mlxstacks.studies.train.align:run",
+        function="mlxstacks.studies.stack.align:run",
         nano={"model": "model_path", "data": "preferences_path"},
         nano_recipe="align",
+        alone="store_path",
         report="result.json",
     ),
     "distill": Command(

@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks.layers.adapted import adapted_layers
+from mlxstacks.layers.moe_lora import MoELoRADelta
+from mlxstacks.layers.stacked import StackedLayer
 from mlxstacks.training.settings import SafeguardSettings
 
 # Norms of so many of the last steps give the median that a step is compared with, from 5 on.
@@ -19,19 +21,29 @@ _NORMS, _LEAST_NORMS = 50, 5
 
 
 def delta_norms(model: nn.Module) -> dict[str, float]:
-    """Frobenius norm of scale * B @ A by path of the LoRA, over all experts of a mixture; computed
-    from matrices of rank by rank.
+    """Frobenius norm of scale * B @ A by path of the LoRA, or of the stack in training, over all
+    experts of a mixture; computed from matrices of rank by rank.
     """
     squares = {}
-    for path, layer in adapted_layers(model):
+    for path, layer in _trained(model).items():
         a, b = layer.lora_a, layer.lora_b
         if a.ndim == 2:  # (K, R), (R, N)
             product = (a.T @ a) * (b @ b.T)
         else:  # (M, R, K), (M, N, R)
             product = (a @ a.swapaxes(-1, -2)) * (b.swapaxes(-1, -2) @ b)
-        squares[path] = layer.scale**2 * mx.sum(product)
+        scale = layer.settings.scale if isinstance(layer, MoELoRADelta) else layer.scale
+        squares[path] = scale**2 * mx.sum(product)
     mx.eval(squares)
     return {path: math.sqrt(max(0.0, square.item())) for path, square in squares.items()}
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    """Path -> what has a lora_a and a lora_b that train."""
+    of_path = {
+        path: layer.active if isinstance(layer, StackedLayer) else layer
+        for path, layer in adapted_layers(model)
+    }
+    return {path: layer for path, layer in of_path.items() if layer is not None}
 
 
 class Safeguards:
@@ -87,7 +99,7 @@ class Safeguards:
         starts: dict[str, float] = self.counts["start_norms"]
         if not starts:  # new adapters have no size yet
             return
-        layers, norms = dict(adapted_layers(model)), delta_norms(model)
+        layers, norms = _trained(model), delta_norms(model)
         for path, start in starts.items():
             most = self.settings.max_delta_growth * start
             if norms[path] > most:

@@ -264,7 +264,21 @@ class TrainSettings(Settings):
 
 
 class AlignSettings(TrainSettings):
-    """`mlxstacks align`: a LoRA trained on preferred answers, or on rewards of its own answers."""
+    """`mlxstacks align`: a LoRA, or a stack of a store, trained on preferred answers or rewards."""
+
+    store_path: str | None = Field(
+        None,
+        description="Store of stacks: instead of an adapter, train the last stack of a domain, on "
+        "the stacks that it was trained on, and replace it there. The model then is the store's.",
+    )
+    domain: str | None = Field(
+        None, description="Domain of the store whose last stack is trained. Default: the last one."
+    )
+    stored_data: str | None = Field(
+        None,
+        description="Directory of the files that the store's domains were trained on, whose losses "
+        "are measured. Default: where they were then.",
+    )
 
     data: str | TrainDataSettings | None = Field(
         None,
@@ -323,6 +337,14 @@ class AlignSettings(TrainSettings):
         for key, only in fixed.items():
             if getattr(self, key) != only:
                 raise ValueError(f"{key} {getattr(self, key)} is of train; align takes {only}")
+        if self.store_path is None and (self.domain or self.stored_data):
+            raise ValueError("domain and stored_data are of a store; give store_path too")
+        of_adapter = ("resume_adapter_file", "rank", "scale", "layers", "num_layers", "keys")
+        given = [k for k in of_adapter if getattr(self, k) != type(self).model_fields[k].default]
+        if self.store_path is not None and given:
+            raise ValueError(
+                f"{', '.join(given)}: of an adapter; a stack of a store has its own, leave out"
+            )
         of_grpo = {"reward", "group_size", "max_tokens", "clip", "updates", "allow_code"}
         given = sorted(of_grpo & self.model_fields_set)
         if self.method != "grpo":

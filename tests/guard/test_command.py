@@ -309,6 +309,12 @@ def test_generating_is_predicted_too(config: str) -> None:
     assert found.decode.leaked_per_token == 2
     assert found.decode.tokens_until_limit is not None
     assert found.decode.buffers > 2000
+    # keys and values of two rows get room for 256 tokens at a time
+    rooms = [
+        limited(config, **{**short, "decode_tokens": n}, decode_batch=2) for n in (1, 256, 257)
+    ]
+    first, same, more = (room.decode.nbytes for room in rooms if room.decode is not None)
+    assert first == same < more
     still = limited(config, **short)
     assert still.decode is not None
     assert still.decode.leaked_per_token == 0
@@ -369,14 +375,14 @@ def test_over_the_limit_exits_with_3_unless_forced_and_names_what_fits(
 def test_blocks(plain: GuardReport) -> None:
     """Every figure has its row, in 80 columns."""
     change = Change("shorter rows", {"max_seq_length": 8}, 700, 10**9)
-    decode = DecodeReport(100, 800, 2, 5000)
+    decode = DecodeReport(100, 800, 10**9, 2, 5000)
     result = result_of(replace(plain, change=change, decode=decode))
     prediction = dict(result.table("prediction").to_records(index=False).tolist())
     assert prediction["live buffers"].startswith(f"{plain.buffers:,} of ")
     assert prediction["headroom"] == f"{plain.limit.buffers - plain.buffers:,} buffers"
     assert prediction["longest row"] == f"{plain.longest:,} tokens"
     assert prediction["generating"] == (
-        "800 buffers after 100 tokens; 2 more each token, the limit after 5,000"
+        "800 buffers after 100 tokens, 1 GB; 2 more each token, the limit after 5,000"
     )
     assert prediction["cheapest change"] == "shorter rows: at most 700 buffers, 1 GB"
     nbytes = dict(result.table("bytes").to_records(index=False).tolist())

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.errors import InputError, StoreError
+from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
@@ -38,11 +38,10 @@ from mlxstacks.studies.stack.report import done_result, planned_result, round_de
 from mlxstacks.studies.stack.samples import answered_samples
 from mlxstacks.studies.stack.setup import (
     StackSetup,
+    check_arrival,
     guarded,
     serve_domains,
     set_up,
-    stored_prefix,
-    with_other_company,
     with_trained,
 )
 from mlxstacks.studies.train.run import set_wired_limit, silence_stdout
@@ -55,7 +54,6 @@ from mlxstacks.training.continual import (
     Bases,
     DomainResult,
     MatrixRow,
-    arrival_problems,
     capacity_warning,
     full_projections,
     measure_row,
@@ -233,9 +231,7 @@ class _StackRun:
 
     def _arrive(self) -> MatrixRow:
         """Prefix losses of the store's domains as this process measures them: from here on they
-        may not move at all.
-
-        Raises: StoreError where they are not those of the store, and no rounding explains it.
+        may not move at all. Raises: as `check_arrival`.
         """
         served, store = self.setup.served, self.setup.store
         if store is None or not served:
@@ -246,29 +242,7 @@ class _StackRun:
             lambda mode, domain, loss: self._say(0, f"measuring {domain} as it is"),
         )["prefix"]  # fmt: skip
         self.seconds["before"] = time.monotonic() - start
-        stored = stored_prefix(store.manifest)
-        if self.retrain is not None:
-            stored.pop(self.retrain, None)  # its rows may be new ones
-        wrong, rounding = arrival_problems(stored, measured)
-        changed = with_other_company(store.manifest)
-        for name in sorted(changed):
-            self.setup.notes.append(
-                f"{name} was trained on stacks that are not there now; its loss with what is left "
-                f"is {measured[name]:.4f}."
-            )
-        wrong = [line for line in wrong if line.partition(":")[0] not in changed]
-        if wrong:
-            lines = "".join(f"\n  {line}" for line in wrong)
-            raise StoreError(
-                f"{store.path}: domains do not have the loss that they were stored with:{lines}\n"
-                "the base, its settings (`base`), or the rows are not those of the store; nothing "
-                "was changed"
-            )
-        if rounding:
-            self.setup.notes.append(
-                "Losses of stored domains differ here by rounding (another device or version): "
-                + "; ".join(rounding)
-            )
+        check_arrival(store, measured, self.setup.notes, self.retrain)
         return measured
 
     def _take_out(self, expected: MatrixRow) -> None:

@@ -42,7 +42,7 @@ from mlxstacks.studies.stack.plan import (
 )
 from mlxstacks.studies.train.setup import guard_settings, limit_is_assumed
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
-from mlxstacks.training.continual import MatrixRow, Served
+from mlxstacks.training.continual import MatrixRow, Served, arrival_problems
 from mlxstacks.training.modes import evaluating, prepare_base
 from mlxstacks.training.settings import DomainSettings, StackRunSettings
 
@@ -245,6 +245,38 @@ def with_other_company(manifest: Manifest) -> set[str]:
             names.add(domain.name)
         before += [stack.name for stack in domain.stacks]
     return names
+
+
+def check_arrival(
+    store: Store, measured: MatrixRow, notes: list[str], but_for: str | None = None
+) -> None:
+    """Compare the prefix losses that this process measures with a store's.
+
+    but_for: a domain whose rows may be new ones.
+    Raises: StoreError where they are not those of the store, and no rounding explains it.
+    """
+    stored = stored_prefix(store.manifest)
+    stored.pop(but_for or "", None)
+    wrong, rounding = arrival_problems(stored, measured)
+    changed = with_other_company(store.manifest)
+    for name in sorted(changed):
+        notes.append(
+            f"{name} was trained on other stacks than those before it now; its loss with these "
+            f"is {measured[name]:.4f}."
+        )
+    wrong = [line for line in wrong if line.partition(":")[0] not in changed]
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong)
+        raise StoreError(
+            f"{store.path}: domains do not have the loss that they were stored with:{lines}\n"
+            "the base, its settings (`base`), or the rows are not those of the store; nothing "
+            "was changed"
+        )
+    if rounding:
+        notes.append(
+            "Losses of stored domains differ here by rounding (another device or version): "
+            + "; ".join(rounding)
+        )
 
 
 # --- the guard ------------------------------------------------------------------------------------

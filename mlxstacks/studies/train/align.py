@@ -1,4 +1,5 @@
-"""`mlxstacks align`: a LoRA trained to prefer chosen answers to rejected ones, by DPO or ORPO.
+"""`mlxstacks align`: a LoRA, or a stack of a store, trained to prefer chosen answers to rejected
+ones, by DPO or ORPO.
 
 It is a run of `train` on pairs, with safeguards. The reference of DPO is the model at its starting
 weights, whose log-probabilities are computed once, before the first step, and kept in the work
@@ -19,7 +20,9 @@ from mlxstacks.files.disk import mlx_write_errors
 from mlxstacks.stats import share
 from mlxstacks.studies.train.grpo import GrpoRun
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
-from mlxstacks.studies.train.run import SafeguardedRun, safeguards_table, train_with
+from mlxstacks.studies.train.run import train_with
+from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table, with_store
+from mlxstacks.studies.train.setup import StackOfStore
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, run_id, work_path
@@ -43,14 +46,19 @@ REFERENCE = "reference.safetensors"
 
 
 def run(
-    settings: AlignSettings, *, dry_run: bool = False, progress: Callable[..., None] | None = None
+    settings: AlignSettings,
+    *,
+    dry_run: bool = False,
+    progress: Callable[..., None] | None = None,
+    active: StackOfStore | None = None,
 ) -> Result:
     """Train on pairs; adapter, result, log, recipe and state go to `settings.save_path`.
 
+    active: the stack to train in place of an adapter, which goes into its store.
     Raises: as `train`; NonFiniteError too where the safeguards gave up.
     """
     kind = GrpoRun if settings.method == "grpo" else AlignRun
-    return train_with(kind, settings, dry_run, progress)[1]
+    return train_with(kind, settings, dry_run, progress, active)[1]
 
 
 def align_result(report: TrainReport) -> Result:
@@ -58,7 +66,8 @@ def align_result(report: TrainReport) -> Result:
     base = result_of(report)
     title, question = "Preference training", "Does the model prefer the chosen answers now?"
     if report.status == "planned":
-        return base.model_copy(update={"kind": "align", "title": title, "question": question})
+        update = {"kind": "align", "title": title, "question": question}
+        return with_store(base.model_copy(update=update), report)
     n = report.plan["validation_rows"]
     first, best = report.validation[0], report.validation[0]
     for record in report.validation:
@@ -99,13 +108,14 @@ def align_result(report: TrainReport) -> Result:
         plan_table(report),
         safeguards_table(report),
     ]
-    return base.model_copy(
+    result = base.model_copy(
         update={
             "kind": "align", "title": title, "question": question, "verdict": verdict,
             "outcome": f"chosen likelier: {before:.1%} to {after:.1%}" if gained else "no gain",
             "blocks": tuple(blocks),
         }
     )  # fmt: skip
+    return with_store(result, report)
 
 
 def _margin_plot(validation: Sequence[Record]) -> Plot:

@@ -1,4 +1,5 @@
-"""`mlxstacks align --method grpo`: a LoRA trained on rewards of answers that the model draws.
+"""`mlxstacks align --method grpo`: a LoRA, or a stack, trained on rewards of answers that the model
+draws.
 
 The reference is the model at its starting weights, which are small: they are put in for a pass over
 the answers, and taken out again. No noise and no dropout, neither in drawing nor in scoring: a
@@ -19,7 +20,7 @@ from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
 from mlxstacks.studies.train.rewards import open_rewards
-from mlxstacks.studies.train.run import SafeguardedRun, safeguards_table
+from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table, with_store
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of, counted
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
@@ -46,7 +47,7 @@ def grpo_result(report: TrainReport) -> Result:
     title, question = "Training on rewards", "Do the model's own answers earn more reward now?"
     update: dict[str, Any] = {"kind": "align", "title": title, "question": question}
     if report.status == "planned":
-        return base.model_copy(update=update)
+        return with_store(base.model_copy(update=update), report)
     first, best = report.validation[0], report.validation[0]
     for record in report.validation:
         best = record if record["step"] == report.best_step else best
@@ -108,9 +109,8 @@ def grpo_result(report: TrainReport) -> Result:
         safeguards_table(report),
     ]
     outcome = f"mean reward: {first['reward']:.3f} to {best['reward']:.3f}" if gained else "no gain"
-    return base.model_copy(
-        update={**update, "verdict": verdict, "outcome": outcome, "blocks": tuple(blocks)}
-    )
+    update |= {"verdict": verdict, "outcome": outcome, "blocks": tuple(blocks)}
+    return with_store(base.model_copy(update=update), report)
 
 
 def _since(figures: dict[str, Any]) -> str:

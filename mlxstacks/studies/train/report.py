@@ -93,6 +93,7 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
     """What a run would do. settings: as they were asked for, without a change of the guard's."""
     setup, plan = guarded_run.setup, guarded_run.setup.plan
     trained_bytes = 4 * setup.parameters
+    store = None if setup.active is None else setup.active.plan()
     # as stored: a pooled A is repeated over its groups
     adapter_bytes = 4 * trained_parameters(setup.targets, setup.lora.rank)
     details = {
@@ -102,7 +103,7 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
         "modules": len(setup.targets),
         "layers": sorted({target.layer for target in setup.targets}),
         "trained_parameters": setup.parameters,
-        "adapter_bytes": adapter_bytes,
+        **({"adapter_bytes": adapter_bytes} if store is None else {"store": store}),
         # Adam keeps two numbers for each that is trained.
         "optimizer_bytes": 2 * trained_bytes,
         "train_rows": len(setup.train.rows),
@@ -116,7 +117,7 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
         "iters": setup.optimizer.steps * settings.grad_accumulation_steps,
         "steps": setup.optimizer.steps,
         "guard": guarded_run.as_json(),
-        "writes": [str(target)],
+        "writes": [str(target), *([] if store is None else [store["store_path"]])],
     }
     shown = settings.model_dump(mode="json", exclude=PLACES)
     return TrainReport("planned", str(target), shown, details, setup.notes)
@@ -223,10 +224,13 @@ def plan_table(report: TrainReport) -> Table:
     )
     many = len(layers) > 8
     where = f"{len(layers)} layers" if many else f"layers {', '.join(map(str, layers))}"
+    if store := plan.get("store"):
+        kept = f"stack {store['stack']} {bytes_in_words(store['stack_bytes'])}"
+    else:
+        kept = f"adapter {bytes_in_words(plan['adapter_bytes'])}"
     rows = {
         "projections": f"{plan['modules']} in {where}: {projections}",
-        "trained": f"{plan['trained_parameters']:,} parameters; adapter "
-        f"{bytes_in_words(plan['adapter_bytes'])}, optimizer "
+        "trained": f"{plan['trained_parameters']:,} parameters; {kept}, optimizer "
         f"{bytes_in_words(plan['optimizer_bytes'])}",
         "rows": f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate",
         "widths": f"{', '.join(map(str, plan['widths_tokens']))} tokens; "
@@ -234,6 +238,9 @@ def plan_table(report: TrainReport) -> Table:
         "batches": f"{plan['iters']:,} in {counted(plan['steps'], 'optimizer step')}",
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
+    if drawing := (plan["guard"] or {}).get("drawing"):
+        rows["guard"] += f"; answers are drawn with {drawing['buffers']:,} buffers and "
+        rows["guard"] += bytes_in_words(drawing["nbytes"])
     if figures := report.figures:
         if (buffers := figures.get("counted_buffers")) is not None:
             rows["counted"] = f"at most {buffers:,} live buffers in a step"

@@ -4,14 +4,13 @@ The run lives in `.NAME.work` next to its target until it is done; stopped at an
 killed, the same command resumes from the last saved state and ends with the same bytes.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -36,13 +35,13 @@ from mlxstacks.studies.train.setup import (
     GuardedRun,
     RowsOf,
     SaveTimer,
+    StackOfStore,
     compiles,
     guarded,
     set_up,
     steps_of,
     with_start,
 )
-from mlxstacks.study.document import Table, counted
 from mlxstacks.study.integrity import MOST_BYTES
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
@@ -70,8 +69,7 @@ from mlxstacks.training.loop import (
 )
 from mlxstacks.training.metrics import Metrics, check_logger, write_csv
 from mlxstacks.training.modes import evaluating, set_training_modes
-from mlxstacks.training.safeguards import Safeguards
-from mlxstacks.training.settings import AlignSettings, SnapshotSettings, TrainSettings
+from mlxstacks.training.settings import SnapshotSettings, TrainSettings
 from mlxstacks.training.step import (
     cross_entropy_loss,
     current_group,
@@ -109,14 +107,19 @@ def run_command(
 
 
 def train_with(
-    kind: "type[TrainRun]", settings: TrainSettings, dry_run: bool, progress: Progress | None
+    kind: "type[TrainRun]",
+    settings: TrainSettings,
+    dry_run: bool,
+    progress: Progress | None,
+    active: StackOfStore | None = None,
 ) -> tuple[TrainReport, Result]:
-    """A run of that kind, or its plan. Raises: as `run`."""
+    """A run of that kind, or its plan. active: see `set_up`. Raises: as `run`."""
     if settings.save_path is None:
         raise InputError(f"{kind.command} needs save_path")
     started = time.monotonic()
     target = user_path(settings.save_path)
-    read = (settings.model, settings.resume_adapter_file, *train_data_paths(settings.data))
+    store = None if active is None else active.plan()["store_path"]
+    read = (settings.model, settings.resume_adapter_file, store, *train_data_paths(settings.data))
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
     check_logger(settings)
@@ -125,7 +128,7 @@ def train_with(
     if progress and not dry_run:
         progress(0, 1, "reading the data")
     settings = with_start(settings)
-    setup = set_up(settings, kind.rows_of)
+    setup = set_up(settings, kind.rows_of, active)
     guarded_run = guarded(settings, setup, processes, plan_only=dry_run, rows_of=kind.rows_of)
     plan = planned(settings, guarded_run, target)
     if dry_run:
@@ -208,6 +211,7 @@ class TrainRun:
             if self.settings.keep == "best":
                 restore_best(self.model, state)
             best = state.best
+            self._ended(state)
             report = replace(
                 self.plan,
                 status="stopped" if state.stopped else "trained",
@@ -288,6 +292,9 @@ class TrainRun:
                 f"{error}. The state before it is saved in {work_path(self.target)}, its adapter, "
                 f"the best so far, in {work_path(self.target) / ADAPTER}"
             ) from error
+
+    def _ended(self, state: TrainingState) -> None:
+        """What to do with the weights that are kept, before it is told."""
 
     def _figures(self) -> dict[str, Any]:
         """Further figures of the report."""
@@ -398,7 +405,8 @@ class TrainRun:
             clone_or_link(work.path / STATE, directory / STATE)
             write_csv(directory / LOG, directory / METRICS)
             write_recipe(directory, self.command, self.settings)
-            files = [directory / name for name in (WEIGHTS, CONFIG, LOG, METRICS, RECIPE)]
+            names = (WEIGHTS, CONFIG, LOG, METRICS, RECIPE)
+            files = [path for name in names if (path := directory / name).exists()]
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]
             return write_result(result, directory, self.target, sources=small)
@@ -417,66 +425,3 @@ def set_wired_limit(notes: list[str]) -> None:
     if limit and mx.metal.is_available():
         mx.set_wired_limit(limit)
         notes.append(f"Wired memory limit: {memory.bytes_in_words(limit)}, as mlx-lm sets it.")
-
-
-# --- what trainings on pairs and on rewards share -------------------------------------------------
-
-
-def safeguards_table(report: TrainReport) -> Table:
-    counts = report.figures["safeguards"]
-    facts = {
-        "skipped steps": f"{counts['skipped']:,}",
-        "best weights restored": counted(counts["restored"], "time"),
-        "deltas scaled down": counted(counts["capped"], "time"),
-    }
-    return Table.of_facts("safeguards", "Safeguards", facts)
-
-
-class SafeguardedRun(TrainRun):
-    """A training in one process, which ends where it damages the model.
-
-    watched: the loss among a validation's figures that may not rise far, and of which answers.
-    """
-
-    command = "align"
-    in_one_process = True
-    watched: ClassVar[tuple[str, str]]
-    measured: Record
-
-    @property
-    def options(self) -> AlignSettings:
-        assert isinstance(self.settings, AlignSettings)
-        return self.settings
-
-    def _hooks(self, state: TrainingState) -> dict[str, Any]:
-        self.start_loss = state.validation[0][self.watched[0]] if state.validation else None
-        self.safeguards = Safeguards(self.options.safeguards, self.model, state.safeguards)
-        return {"safeguards": self.safeguards}
-
-    def _validated(self, measured: Record, loss: float) -> float:
-        """Keep the figures of a validation; its loss, or infinity where the watched one rose too
-        far: such weights must not be the best ones.
-        """
-        self.measured = measured
-        if self.start_loss is None:
-            self.start_loss = measured[self.watched[0]]
-        return math.inf if self._rose_too_far() else loss
-
-    def _rose_too_far(self) -> bool:
-        most, now = self.options.safeguards.max_nll_rise, self.measured[self.watched[0]]
-        return most is not None and now is not None and now > (self.start_loss or 0.0) + most
-
-    def _on_validation(self, state: TrainingState, record: Record) -> None:
-        record |= self.measured
-        if self._rose_too_far():
-            key, answers = self.watched
-            state.stopped = (
-                f"the loss of the {answers} answers rose by more than "
-                f"{self.options.safeguards.max_nll_rise:g} nats per token, to "
-                f"{self.measured[key]:.3f}"
-            )
-        super()._on_validation(state, record)
-
-    def _figures(self) -> dict[str, Any]:
-        counts = self.safeguards.counts
-        return {"safeguards": {key: counts[key] for key in ("skipped", "restored", "capped")}}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,7 +61,7 @@ MOST_DEFAULT_ITERS = 1000
 
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """The model has its LoRA, new. steps, evaluations and saves count optimizer steps.
+    """The model has its LoRA, new, or `active`. steps, evaluations and saves count optimizer steps.
 
     data: the report of the rows; see `read_train_data`. start_sha256: of the adapter that training
     starts from. pairs: to train on and to validate with, whose chosen answers are then the rows.
@@ -84,6 +84,7 @@ class TrainSetup:
     pairs: tuple[EncodedPairs, EncodedPairs] | None = None
     prompts: tuple[EncodedPrompts, EncodedPrompts] | None = None
     tokenizer: Any = None
+    active: "StackOfStore | None" = None
 
     @property
     def validation_rows(self) -> list[Row]:
@@ -96,7 +97,10 @@ class TrainSetup:
 
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
-        about_files = {"save_path", "force", "resume", "model", "data", "resume_adapter_file"}
+        about_files = {
+            "save_path", "force", "resume", "model", "data", "resume_adapter_file", "store_path",
+            "domain", "stored_data",
+        }  # fmt: skip
         about_limits = {"guard", "resource_limit", "working_set_bytes", "count_buffers"}
         about_time = {"save_every", "steps_per_report", *LOGGING}
         held_out = self.data["validation_sources"] or self.data["sources"]
@@ -109,6 +113,7 @@ class TrainSetup:
             **rules,
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
             **({"start_sha256": self.start_sha256} if self.start_sha256 else {}),
+            **(self.active.identity() if self.active else {}),
             **({"reward_sha256": rewards} if (rewards := _rewards(settings)) else {}),
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
@@ -118,14 +123,32 @@ class TrainSetup:
         }
 
 
+class StackOfStore(Protocol):
+    """What `align` may train in place of a LoRA; see `studies.stack.align`."""
+
+    def attach(
+        self, model: nn.Module, tokenizer: Any, base: Path, in_float32: bool, notes: list[str]
+    ) -> list[Target]: ...
+    def plan(self) -> dict[str, Any]: ...
+    def identity(self) -> dict[str, Any]: ...
+    def asked_of(self, settings: TrainSettings, longest_row_tokens: int) -> GuardSettings: ...
+    def begin(self, say: Callable[[str], None]) -> None: ...
+    def loss(self) -> float: ...
+    def finish(
+        self, how: dict[str, Any], most_rise: float | None, say: Callable[[str], None]
+    ) -> dict[str, Any]: ...
+
+
 RowsOf = Callable[[Any, Any, list[str]], tuple[EncodedRows, EncodedRows | None, dict[str, Any]]]
 """(settings, tokenizer, notes) -> rows to train on, rows to validate with, the report of both."""
 
 
-def set_up(settings: TrainSettings, rows_of: RowsOf | None = None) -> TrainSetup:
+def set_up(
+    settings: TrainSettings, rows_of: RowsOf | None = None, active: StackOfStore | None = None
+) -> TrainSetup:
     """Load lazily (nothing of the base is read yet), choose, attach, encode, plan.
 
-    rows_of: None: as the settings say.
+    rows_of: None: as the settings say. active: what to train in place of a LoRA.
     Raises: InputError for whatever cannot be used: model, projections, rank, data.
     """
     if settings.model is None or (settings.data is None and rows_of is None):
@@ -145,33 +168,36 @@ def set_up(settings: TrainSettings, rows_of: RowsOf | None = None) -> TrainSetup
         rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout,
         shared_outer=settings.shared_outer,
     )  # fmt: skip
-    start = starting_adapter(settings, checkpoint)
-    if start is not None:
-        match_adapter(start, checkpoint)
-    targets = choose_targets(model, settings) if start is None else targets_of(model, start)
-    notes += [] if settings.keys or start else left_out_notes(model, targets)
-    if how == "grid":
-        weights = sum(
-            (t.dims.base_experts or 1) * t.dims.input_dims * t.dims.output_dims for t in targets
-        )
-        notes.append(
-            "merge_ready grid holds the rounded weights of a step in float32, "
-            f"{memory.bytes_in_words(4 * weights)}, or of one layer with grad_checkpoint."
-        )
-    try:
-        layer_of = merge_ready_layers(targets, grids, how)
-        attach_lora(model, targets, lora, mx.random.key(settings.seed), layer_of)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     start_sha256 = None
-    if start is not None:
-        arrays = {
-            f"{path}.{half}": mx.array(np.asarray(getattr(module, half), np.float32))
-            for path, module in start.modules.items()
-            for half in ("lora_a", "lora_b")
-        }
-        model.load_weights(list(arrays.items()), strict=False)
-        start_sha256 = arrays_sha256(arrays, {})
+    if active is not None:
+        targets = active.attach(model, tokenizer, checkpoint.directory, in_float32, notes)
+    else:
+        start = starting_adapter(settings, checkpoint)
+        if start is not None:
+            match_adapter(start, checkpoint)
+        targets = choose_targets(model, settings) if start is None else targets_of(model, start)
+        notes += [] if settings.keys or start else left_out_notes(model, targets)
+        if how == "grid":
+            weights = sum(
+                (t.dims.base_experts or 1) * t.dims.input_dims * t.dims.output_dims for t in targets
+            )
+            notes.append(
+                "merge_ready grid holds the rounded weights of a step in float32, "
+                f"{memory.bytes_in_words(4 * weights)}, or of one layer with grad_checkpoint."
+            )
+        try:
+            layer_of = merge_ready_layers(targets, grids, how)
+            attach_lora(model, targets, lora, mx.random.key(settings.seed), layer_of)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if start is not None:
+            arrays = {
+                f"{path}.{half}": mx.array(np.asarray(getattr(module, half), np.float32))
+                for path, module in start.modules.items()
+                for half in ("lora_a", "lora_b")
+            }
+            model.load_weights(list(arrays.items()), strict=False)
+            start_sha256 = arrays_sha256(arrays, {})
     pairs: tuple[EncodedPairs, EncodedPairs] | None = None
     prompts: tuple[EncodedPrompts, EncodedPrompts] | None = None
     train: EncodedRows
@@ -201,7 +227,7 @@ def set_up(settings: TrainSettings, rows_of: RowsOf | None = None) -> TrainSetup
         model, checkpoint.directory, fingerprint(checkpoint, recorded), in_float32, lora, targets,
         train, validation, data, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes, start_sha256, pairs,
-        prompts, tokenizer,
+        prompts, tokenizer, active,
     )  # fmt: skip
 
 
@@ -554,6 +580,7 @@ def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]
         "buffers": report.buffers,
         "bytes": report.nbytes.total,
         "parts_bytes": asdict(report.nbytes),
+        **({"drawing": asdict(report.decode)} if report.decode else {}),
         "limit_buffers": report.limit.buffers,
         "limit_known": report.limit.known,
         "advice": report.change.words if report.change else None,
@@ -610,7 +637,7 @@ def guarded(
         change = train_change(report)
     if change:
         settings = settings.model_copy(update=change)
-        setup = set_up(settings, rows_of)
+        setup = set_up(settings, rows_of, setup.active)
         report = _verdict_of(settings, setup, processes)
         setup.notes.append(f"Reshaped by the guard: {_in_words(change)}.")
     if report.outcome == "tight" or (report.outcome == "refused" and _only_warns(settings, report)):
@@ -636,15 +663,23 @@ def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> G
     longest = max(setup.plan.widths)
     rows = min(settings.batch_size, len(setup.train.rows)) * (1 if setup.pairs is None else 2)
     parts = settings.grad_accumulation_steps
+    drawing = {}
     if setup.prompts is not None and isinstance(settings, AlignSettings):
         # one group after the other
         rows, parts = settings.group_size, parts * settings.batch_size
+        # the best weights are kept, and those of the start
+        drawing = {"decode_tokens": longest, "decode_batch": rows, "adapter_copies": 2}
     of_step = {"batch_size": rows, "grad_accumulation_steps": parts}
-    model = str(resolve_model(settings.model or ""))
-    return guard(asked_of(
-        settings.model_copy(update=of_step), model, longest, in_float32=setup.float32_base,
-        validates=setup.validation is not None, layers=layers, processes=processes,
-    ))  # fmt: skip
+    settings = settings.model_copy(update=of_step)
+    if setup.active is not None:
+        asked = setup.active.asked_of(settings, longest)
+    else:
+        asked = asked_of(
+            settings, str(resolve_model(settings.model or "")), longest, layers=layers,
+            validates=setup.validation is not None, processes=processes,
+            in_float32=setup.float32_base,
+        )  # fmt: skip
+    return guard(asked.model_copy(update=drawing))
 
 
 def _refusal(report: GuardReport) -> str:

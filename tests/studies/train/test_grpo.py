@@ -241,3 +241,15 @@ def test_the_dry_run_tells_the_plan(places: tuple[Path, Path], tmp_path: Path) -
     assert json.loads(result.model_dump_json())["kind"] == "align"
     assert not (tmp_path / "out").exists()
     assert mx.default_device() is not None
+
+
+def test_the_guard_counts_the_drawing_apart(places: tuple[Path, Path], tmp_path: Path) -> None:
+    plans = [
+        align.run(settings_of(places, tmp_path / "out", guard="warn", group_size=n), dry_run=True)
+        for n in (4, 8)
+    ]
+    few, many = (plan.data["guard"]["drawing"] for plan in plans)
+    assert few["tokens"] == max(plans[0].data["widths_tokens"])
+    assert 0 < few["buffers"] <= many["buffers"] < plans[0].data["guard"]["buffers"]
+    assert few["nbytes"] < many["nbytes"]
+    assert "answers are drawn with" in " ".join(str(plans[0]).split())
