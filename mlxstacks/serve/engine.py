@@ -192,6 +192,7 @@ class Engine:
         self._forward = RoutedRows(base.model, self._pool)
         for path in settings.adapter_path:
             self._pool.add_adapter(path, base.checkpoint, settings.peft_layout, settings.allow_base)
+        self._pool.join_adapters()
         self._machine = base_model.text_machine(base.tokenizer)
         self._ends = sorted(base.tokenizer.eos_token_ids)
         self._router: PromptRouter | None = None

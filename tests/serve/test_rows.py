@@ -135,6 +135,7 @@ def test_adapters_that_are_alike_answer_each_its_own_row(tmp_path: Path, tokens:
     paths = write_adapters(nano.base.checkpoint.directory, tmp_path, keys)
     for path in paths:
         nano.pool.add_adapter(str(path), nano.base.checkpoint, None, False)
+    nano.pool.join_adapters()
     named = ("adapter0", 1.0), None, ("adapter3", 1.0), ("adapter1", 0.5), ("adapter0", 1.0)
     held = [nano.pool.hold(dict([each] if each else [])) for each in named]
     assert all(parts[0].chosen and not parts[1:] for parts in batch_segments(held).values())
