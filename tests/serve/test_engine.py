@@ -352,7 +352,7 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
 def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
-    with pytest.raises(InputError, match="served already"):
+    with pytest.raises(InputError, match="another adapter is called"):
         nano.pool.add_adapter(path, checkpoint, None, False)
     strange = Path(shutil.copytree(path, tmp_path / "a b"))
     with pytest.raises(InputError, match="rename it"):
