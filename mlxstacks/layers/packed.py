@@ -79,7 +79,7 @@ class Segment:
     answers: (B, 1) bool, the sequences that these stacks answer, or None for all. What others are
         given does not depend on them, not even where they are Inf or NaN.
     chosen: (B, 1) uint32, (S, K, R), (S, R, N): each sequence has one of S plain stacks of this
-        shape in place of the stack here; or None.
+        shape in place of the stack here; or None. Per expert (S*M, R, K) and (S*M, N, R).
     """
 
     shape: StackShape
@@ -102,9 +102,9 @@ class Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank answers every row, as in LoRA."""
-        latent, per_expert = self.shape.latent is not None, self.shape.form == "per_expert"
-        return self.routers is None and not latent and not per_expert
+        """Whether it is as LoRA: no router, and a pair of its own for each base expert."""
+        alone = self.routers is None and self.shape.latent is None
+        return alone and self.a_all.shape[:-2] == self.b_all.shape[:-2]
 
     def stack(self, index: int) -> FrozenStack:
         """The index-th stack, taken out. Law: packing it again gives the same bytes."""
@@ -293,7 +293,11 @@ def _added(segment: Segment, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
     if by_row and segment.chosen is None and x.dtype == y.dtype == mx.float32:
         if views is not None and x.size <= FEW_ROWS * x.shape[-1]:
             return add_few(y, x, views, shape.top_k, *_factor_and_weights(segment, x, rows))
-        if segment.is_plain and segment.a_all.dtype == segment.b_all.dtype == mx.float32:
+        if (
+            segment.is_plain
+            and segment.a_all.ndim == 2
+            and segment.a_all.dtype == segment.b_all.dtype == mx.float32
+        ):
             z = x @ segment.a_all.T  # (..., S*R)
             if segment.weights is not None and segment.factor == 1:
                 by_stack = mx.unflatten(z, -1, (len(segment.ids), -1))
@@ -320,8 +324,14 @@ def _delta(segment: Segment, x: mx.array, rows: Rows) -> mx.array:
     if segment.chosen is not None:
         own = row_weights(segment.chosen[0], x, rows)[..., 0, 0]  # (B, ...), one for each matrix
         x, down, up = products_on_cpu(x, *segment.chosen[1:])
-        delta = mx.gather_mm(mx.gather_mm(x, down, rhs_indices=own), up, rhs_indices=own)
-        return (shape.scale * (delta if weights is None else delta * weights)).astype(dtype)
+        if shape.form == "per_expert":
+            assert rows.indices is not None
+            own = own * segment.a_all.shape[0] + rows.indices
+            delta = expert_delta(x, down, up, own, None, shape.scale, False)
+        else:
+            z = mx.gather_mm(x, down, rhs_indices=own)
+            delta = shape.scale * mx.gather_mm(z, up, rhs_indices=own)
+        return (delta if weights is None else delta * weights).astype(dtype)
     if shape.latent is not None:
         x = x.astype(mx.float32) @ shape.latent.d_in.T  # (..., l)
     if segment.views is not None and x.dtype == mx.float32:

@@ -75,7 +75,7 @@ class PackedSet:
 @dataclass(eq=False)
 class Alike:
     """Sets with one plain stack at each path, of the same shapes, so that one product takes each
-    row through its own. pairs: by path, all of them (S, K, R) and (S, R, N); theirs are views.
+    row through its own. pairs: by path, of all of them; theirs are views. See `Segment.chosen`.
     """
 
     sets: list[PackedSet]
@@ -87,16 +87,19 @@ class Alike:
         alike = cls(sets)
         for path in sets[0].segments:
             own = [packed.segments[path][0] for packed in sets]
-            down = mx.stack([segment.a_all for segment in own])  # (S, R, K)
-            on_gpu = mx.default_device().type == mx.DeviceType.gpu  # as `lazy_segment` lays them
-            up = mx.stack([s.b_all if on_gpu else s.b_all.T for s in own])
-            second = up.swapaxes(-1, -2)
-            b_all, pair = (up, second) if on_gpu else (second, up)
+            a_all = mx.stack([segment.a_all for segment in own])  # (S, R, K) or (S, M, R, K)
+            if mx.default_device().type == mx.DeviceType.gpu:  # as `lazy_segment` lays them
+                b_all = mx.stack([segment.b_all for segment in own])  # (S, N, R) or (S, M, N, R)
+            else:
+                b_all = mx.stack([s.b_all.swapaxes(-1, -2) for s in own]).swapaxes(-1, -2)
             views = [
-                replace(segment, a_all=down[i], b_all=b_all[i], buffers=())
+                replace(segment, a_all=a_all[i], b_all=b_all[i], buffers=())
                 for i, segment in enumerate(own)
             ]
-            alike.pairs[path] = down.swapaxes(-1, -2), pair
+            if own[0].shape.form == "per_expert":
+                alike.pairs[path] = a_all.flatten(0, 1), b_all.flatten(0, 1)
+            else:
+                alike.pairs[path] = a_all.swapaxes(-1, -2), b_all.swapaxes(-1, -2)
             mx.eval(alike.pairs[path], [(view.a_all, view.b_all) for view in views])
             for packed, view in zip(sets, views, strict=True):
                 packed.segments[path], packed.alike = (view,), alike

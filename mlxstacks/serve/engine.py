@@ -30,13 +30,7 @@ from mlxstacks import base_model
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import Rendering
-from mlxstacks.errors import (
-    InputError,
-    NonFiniteModelError,
-    ResourceLimitError,
-    StoreError,
-    TargetError,
-)
+from mlxstacks.errors import InputError, NonFiniteModelError, ResourceLimitError, StoreError
 from mlxstacks.files.checkpoint import fingerprint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import base_name
@@ -192,12 +186,14 @@ class Engine:
         self._forward = RoutedRows(base.model, self._pool)
         for path in settings.adapter_path:
             self._pool.add_adapter(path, base.checkpoint, settings.peft_layout, settings.allow_base)
+        self._pool.join_adapters()
         self._machine = base_model.text_machine(base.tokenizer)
         self._ends = sorted(base.tokenizer.eos_token_ids)
         self._router: PromptRouter | None = None
         self._bytes = CacheBytes.of(base.model)
         self._restart()
         self._files: PrefixFiles | None = None
+        self._unsaved = False
         if settings.cache_path is not None:
             versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
             made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
@@ -248,14 +244,14 @@ class Engine:
             if not self._rows and self._inbox.empty():
                 self._save_one()
 
-    def _save_one(self) -> bool:
-        """A beginning that the next process may use; whether there was one."""
+    def _save_one(self) -> None:
+        """Write a beginning for the next process, if there is one that has no file."""
         try:
-            return self._files is not None and self._files.save_one(self._prefixes)
-        except TargetError as error:
+            if self._unsaved and self._files is not None:
+                self._unsaved = self._files.save_one(self._prefixes)
+        except (InputError, OSError, RuntimeError, ValueError) as error:
             _log.warning("prompts are kept in memory alone: %s", error)
             self._files = None
-            return False
 
     def _tickets(self) -> Iterator[Ticket | None]:
         """All that wait; while nothing else is to do, after waiting for one."""
@@ -457,6 +453,7 @@ class Engine:
             )
         mx.eval([entry.state for entry in own])
         self._prefixes.insert_cache(row.held.key, list(tokens), own, cache_type=kind)
+        self._unsaved = True
         self._trim(self._bytes.of_batch([row.total for row in self._rows.values()]))
 
     # --- ends ------------------------------------------------------------------------------------
@@ -490,8 +487,8 @@ class Engine:
                 ticket = self._inbox.get_nowait()
                 if ticket is not None:
                     self._refuse(ticket, 503, _STOPPED)
-        while self._save_one():
-            pass
+        while self._unsaved and self._files is not None:
+            self._save_one()
         if self._files is not None:
             self._files.close()
         self._forward.base()

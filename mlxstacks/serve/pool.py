@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -174,9 +175,19 @@ class StackPool:
         self._make_room(packed.nbytes, 0, f"adapter {name}")
         self._sets.add(packed)
         self.adapters[name] = packed
-        if shapes := _plain_shapes(packed):
-            Alike.join([one for one in self.adapters.values() if _plain_shapes(one) == shapes])
         return name
+
+    def join_adapters(self) -> None:
+        """Lay those of the same shapes side by side, once all are here."""
+        groups: dict[Any, list[PackedSet]] = {}
+        for packed in self.adapters.values():
+            parts = [(path, part) for path in packed.segments for part in packed.segments[path]]
+            if len(parts) == len(packed.segments) and all(part.is_plain for _, part in parts):
+                shapes = tuple((path, part.shape, part.a_all.dtype) for path, part in parts)
+                groups.setdefault(shapes, []).append(packed)
+        for alike in groups.values():
+            if len(alike) > 1:
+                Alike.join(alike)
 
     def refresh(self) -> bool:
         """Look whether the store has changed, and go by what it is now; whether it had.
@@ -311,16 +322,6 @@ class StackPool:
         if any(not p.leases and p.domains not in current for p in self._sets):
             self._before_drop()
             self._sets.drop_others(current)
-
-
-def _plain_shapes(packed: PackedSet) -> dict[str, tuple[StackShape, mx.Dtype]] | None:
-    """Of the one plain stack at each path; None where another is."""
-    shapes = {}
-    for path, (first, *others) in packed.segments.items():
-        if others or not first.is_plain:
-            return None
-        shapes[path] = first.shape, first.a_all.dtype
-    return shapes
 
 
 def _sha256(part: Segment) -> str:

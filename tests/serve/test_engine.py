@@ -311,6 +311,10 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
     directory, adapter = tmp_path / "cache", tmp_path / "adapter"
     shutil.copytree(nano_paths().adapter_path, adapter)
 
+    foreign = directory / "model.safetensors"
+    directory.mkdir()
+    foreign.write_bytes(b"another's")
+
     def ask(model: str) -> tuple[int, list[str], int]:
         """Tokens known already, answers, and files at the end."""
         settings = nano_settings(cache_path=str(directory), adapter_path=[str(adapter)])
@@ -323,7 +327,7 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
         finally:
             engine.stop()
         assert asked.begun is not None
-        return asked.begun.cached_tokens, asked.texts, len(list(directory.glob("*.safetensors")))
+        return asked.begun.cached_tokens, asked.texts, len(list(directory.glob("prompt-*")))
 
     (cached, texts, files), (_, others, more) = ask("islands"), ask("adapter")
     assert (cached, files) == (0, 2)  # of the prompt, and with the answer
@@ -332,11 +336,13 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
         cached, again, files = ask(name)
         assert (cached > 0, again, files) == (True, expected, 4)
     # what was written half, and what is damaged, is gone
-    first, second, *_ = directory.glob("*.safetensors")
+    first, second, *_ = directory.glob("prompt-*")
+    assert first.stat().st_mode & 0o77 == 0
     first.write_bytes(first.read_bytes()[:-100])
-    second.rename(directory / "half.new.safetensors")
+    half = second.rename(second.with_suffix(".new.safetensors"))
     assert ask("base")[0] == 0
-    assert not (directory / "half.new.safetensors").exists()
+    assert not half.exists()
+    assert foreign.read_bytes() == b"another's"
     # the same name, and other numbers
     file = adapter / "adapters.safetensors"
     mx.save_safetensors(str(file), {k: 2 * v for k, v in mx.load(str(file)).items()})
@@ -346,7 +352,7 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
 def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
-    with pytest.raises(InputError, match="served already"):
+    with pytest.raises(InputError, match="another adapter is called"):
         nano.pool.add_adapter(path, checkpoint, None, False)
     strange = Path(shutil.copytree(path, tmp_path / "a b"))
     with pytest.raises(InputError, match="rename it"):
