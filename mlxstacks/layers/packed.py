@@ -80,6 +80,8 @@ class Segment:
         given does not depend on them, not even where they are Inf or NaN.
     chosen: (B, 1) uint32, (S, K, R), (S, R, N): each sequence has one of S plain stacks of this
         shape in place of the stack here; or None. Per expert (S*M, R, K) and (S*M, N, R).
+    in_product: y is added to within the last product, where that can be. It rounds otherwise than
+        the stack in training, with which prefix losses agree to the bit.
     """
 
     shape: StackShape
@@ -94,6 +96,7 @@ class Segment:
     buffers: tuple[mx.array, ...] = ()
     answers: mx.array | None = None
     chosen: tuple[mx.array, mx.array, mx.array] | None = None
+    in_product: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -294,7 +297,8 @@ def _added(segment: Segment, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
         if views is not None and x.size <= FEW_ROWS * x.shape[-1]:
             return add_few(y, x, views, shape.top_k, *_factor_and_weights(segment, x, rows))
         if (
-            segment.is_plain
+            segment.in_product
+            and segment.is_plain
             and segment.a_all.ndim == 2
             and segment.a_all.dtype == segment.b_all.dtype == mx.float32
         ):

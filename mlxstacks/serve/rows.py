@@ -156,7 +156,7 @@ def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
                 else:
                     all_of_them = mx.broadcast_to(weights, (len(column), len(part.ids)))
                     weighed = replace(part, weights=all_of_them, factor=1.0, column=None)
-                weighed = replace(weighed, answers=answers, chosen=chosen)
+                weighed = replace(weighed, answers=answers, chosen=chosen, in_product=True)
                 segments.setdefault(path, []).append(weighed)
     return {path: tuple(parts) for path, parts in segments.items()}
 
