@@ -6,10 +6,6 @@ Run: pytest tests/studies/confound/test_run.py
 import importlib.util
 import json
 import shutil
-from collections.abc import Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +32,7 @@ from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.integrity import Checked, check_provenance
-from mlxstacks.study.items import Item, read_items
+from mlxstacks.study.items import read_items
 from mlxstacks.study.plan import read_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
@@ -45,6 +41,7 @@ from tests.studies.answer_files import rows_of
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.confound_cases import TRAIN, settings_for, write_places
 from tests.studies.identity.cases import suite_rows
+from tests.studies.persona_runs import Done, Killed, lines, typed_run
 from tests.studies.train_cases import write_rows
 from tests.study.test_progress import is_one_count
 from tests.tiny_models import random_adapter as write_random_adapter
@@ -62,30 +59,13 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 OWN_KEYS = {"train", "force", "resume"}
 
 
-@dataclass(frozen=True)
-class Done:
-    """A run as it is typed: its result, its target, what was printed."""
-
-    result: Result
-    target: Path
-    text: str
-    recipe: Path
-
-
 @pytest.fixture(scope="module")
 def done(places: Places) -> Done:
     target = places[0].parent / "done"
     settings = settings_for(places, target, plots=True).model_dump(mode="json", exclude=OWN_KEYS)
-    recipe = target.with_suffix(".yaml")
-    recipe.write_text(json.dumps({"command": "confound", "train": TRAIN, **settings}))
-    with redirect_stdout(StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlxstacks.studies.confound.run.FORMATS", ("svg",))
-        assert cli.run(["run", str(recipe)]) == 0
-    return Done(Result.open(target), target, " ".join(printed.getvalue().split()), recipe)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        return typed_run(target, command="confound", train=TRAIN, **settings)
 
 
 def test_every_arm_answers_every_test_item_and_says_by_which_rule(
@@ -225,26 +205,6 @@ def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None
 
 
 # --- going on -------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.fixture
-def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`killed_after(n)`: the n-th batch of answers of any arm is the last thing that happens."""
-    answer = Arm.answer
-    left = [0]
-
-    def mortal(self: Arm, items: Sequence[Item]) -> list[Answer]:
-        left[0] -= 1
-        if left[0] == 0:
-            raise Killed
-        return answer(self, items)
-
-    monkeypatch.setattr(Arm, "answer", mortal)
-    return lambda count: left.__setitem__(0, count)
 
 
 def test_another_protocol_is_refused(places: Places, killed_after: Any, tmp_path: Path) -> None:

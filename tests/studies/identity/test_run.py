@@ -5,17 +5,12 @@ Run: pytest tests/studies/identity/test_run.py
 
 import json
 import shutil
-from collections.abc import Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxstacks import cli
-from mlxstacks.arms.arm import Arm
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.settings import AdapterConvertSettings
@@ -26,14 +21,13 @@ from mlxstacks.recipe.resolve import resolve
 from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
 from mlxstacks.studies.identity.settings import IdentitySettings
-from mlxstacks.study.answers import Answer
-from mlxstacks.study.items import Item
 from mlxstacks.study.plan import read_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.identity.cases import TRAIN, full_settings_for, settings_for, write_places
+from tests.studies.persona_runs import Done, Killed, lines, typed_run
 
 NARROW = 6  # items of alpha
 Places = tuple[Path, Path, Path, Path]
@@ -48,31 +42,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 OWN_KEYS = {"train", "persona_train", "force", "resume"}
 
 
-@dataclass(frozen=True)
-class Done:
-    """A run as it is typed: its result, its target, what was printed."""
-
-    result: Result
-    target: Path
-    text: str
-    recipe: Path
-
-
 @pytest.fixture(scope="module")
 def done(places: Places) -> Done:
+    """An invalid scorer is a finding, no failure."""
     target = places[0].parent / "done"
     settings = full_settings_for(places, target).model_dump(mode="json", exclude=OWN_KEYS)
-    recipe = target.with_suffix(".yaml")
-    recipe.write_text(
-        json.dumps({"command": "identity", "train": TRAIN, "persona_train": TRAIN, **settings})
-    )
-    with redirect_stdout(StringIO()) as printed:
-        assert cli.run(["run", str(recipe)]) == 0  # an invalid scorer is a finding, no failure
-    return Done(Result.open(target), target, " ".join(printed.getvalue().split()), recipe)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return typed_run(target, command="identity", train=TRAIN, persona_train=TRAIN, **settings)
 
 
 def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
@@ -158,34 +133,6 @@ def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
 
 
 # --- going on -------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.fixture
-def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`killed_after(n)`: the n-th batch of replies or answers is the last thing that happens."""
-    answer, replies = Arm.answer, Arm.replies
-    left = [0]
-
-    def count() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise Killed
-
-    def mortal_answer(self: Arm, items: Sequence[Item]) -> list[Answer]:
-        count()
-        return answer(self, items)
-
-    def mortal_replies(arm: Arm, prompts: Sequence[str]) -> list[str]:
-        count()
-        return replies(arm, prompts)
-
-    monkeypatch.setattr(Arm, "answer", mortal_answer)
-    monkeypatch.setattr(Arm, "replies", mortal_replies)
-    return lambda count: left.__setitem__(0, count)
 
 
 def assert_same(one: Path, two: Path) -> None:

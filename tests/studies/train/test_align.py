@@ -144,11 +144,14 @@ def test_a_reward_a_million_times_too_large_leaves_the_best_snapshot(
     monkeypatch.setattr(align.PairGradients, "__call__", poisoned)
     result = align.run(settings_of(places, tmp_path / "poisoned", iters=8))
     assert result.data["safeguards"] == {"skipped": 5, "restored": 1, "capped": 0}
-    assert weights(tmp_path / "poisoned") == weights(tmp_path / "three")
     with pytest.raises(NonFiniteError, match=r"restored the best weights 3 times"):
         align.run(settings_of(places, tmp_path / "lost", iters=20))
-    kept = work_path(tmp_path / "lost") / train_run.ADAPTER
-    assert weights(kept) == weights(tmp_path / "three")
+    # Rows that a run meets are scored together at the start: with other rows a last bit may differ.
+    three = mx.load(str(tmp_path / "three" / "adapters.safetensors"))
+    for directory in (tmp_path / "poisoned", work_path(tmp_path / "lost") / train_run.ADAPTER):
+        written = mx.load(str(directory / "adapters.safetensors"))
+        assert written.keys() == three.keys()
+        assert all(mx.allclose(written[k], three[k], rtol=0, atol=1e-6).item() for k in three)
 
 
 def align_gradients(found: Any, factor: float) -> Any:
