@@ -4,6 +4,7 @@
         [--work DIR]  on another file system, one with copy-on-write clones for one
     python -m benchmarks.bench_fuse memory [--rank 108]    peak memory with an adapter of 3 GB,
         [--layout parameters --rank 139]  in mlx-lm's format or one of PEFT's
+        [--to gguf]  converted instead
     python -m benchmarks.bench_fuse fidelity               bits x delta x policy
 
 The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
@@ -163,17 +164,18 @@ def _write_adapter_config(directory: Path, rank: int, keys: list[str]) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def memory(work: Path, rank: int, layout: str) -> dict[str, Any]:
-    """Peak memory of a fuse with an adapter on all experts."""
+def memory(work: Path, rank: int, layout: str, to: str | None) -> dict[str, Any]:
+    """Peak memory of a fuse with an adapter on all experts, or of its conversion."""
     model, adapter = work / "model", work / f"adapter-{layout}-{rank}"
     if not model.exists():
         write_big_model(model)
     if not adapter.exists():
         write_all_experts_adapter(adapter, rank, layout)
     target = work / "fused"
-    command = [sys.executable, "-m", "mlxstacks", "fuse", "--judge", "none", "--requant", "keep"]
-    command += ["--model", str(model), "--adapter-path", str(adapter), "--save-path", str(target)]
-    cost = run_process(command)
+    fused = ["fuse", "--judge", "none", "--requant", "keep", "--adapter-path", str(adapter)]
+    what = ["adapter", "convert", str(adapter), "--to", to] if to else fused
+    command = [sys.executable, "-m", "mlxstacks", *what]
+    cost = run_process([*command, "--model", str(model), "--save-path", str(target)])
     shutil.rmtree(target)
     return {"adapter_bytes": sum(f.stat().st_size for f in adapter.iterdir()), **cost.__dict__}
 
@@ -347,6 +349,7 @@ def main() -> None:
     parser.add_argument("what", choices=("speed", "memory", "fidelity"))
     parser.add_argument("--rank", type=int, default=108, help="of the adapter of `memory`")
     parser.add_argument("--layout", choices=("mlx", "parameters", "per_expert"), default="mlx")
+    parser.add_argument("--to", help="format to which `memory` converts the adapter")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, help="keep the model there; default: a temporary one")
     options = parser.parse_args()
@@ -357,7 +360,7 @@ def main() -> None:
             result: Any = speed(work, options.rounds)
             print_speed(result)
         elif options.what == "memory":
-            result = memory(work, options.rank, options.layout)
+            result = memory(work, options.rank, options.layout, options.to)
         else:
             result = fidelity_table(work)
             print_fidelity(result)

@@ -145,7 +145,7 @@ def convert_adapter(settings: AdapterConvertSettings) -> AdapterWritten:
     """
     _, target = _paths(settings)
     model = _model(settings)
-    adapter = _load(settings, model)
+    adapter = _load(settings, model, stream=settings.to == "gguf")
     if settings.to == "peft":
         whole = settings.peft_model == "whole"
         model_type = str(model.config.get("model_type")) if model else None
@@ -201,10 +201,10 @@ def _model(settings: _Settings) -> Checkpoint | None:
     return open_checkpoint(resolve_model(settings.model)) if settings.model is not None else None
 
 
-def _load(settings: _Settings, model: Checkpoint | None) -> Adapter:
+def _load(settings: _Settings, model: Checkpoint | None, stream: bool = False) -> Adapter:
     if settings.adapter_path is None:
         raise InputError("adapter_path is not set; give the adapter's directory")
-    return load_any_adapter(settings.adapter_path, settings.peft_layout, model)
+    return load_any_adapter(settings.adapter_path, settings.peft_layout, model, stream=stream)
 
 
 def _paths(settings: AdapterZeroSettings | AdapterConvertSettings) -> tuple[Path, Path]:

@@ -8,8 +8,9 @@ names of shards say that something is missing, mlx-lm is asked whether it needs 
 The fingerprint covers every byte of the tensors. `fingerprints-UID.json` in the cache directory
 maps the state of all files of a model (each one's resolved path, device, inode, size, mtime, ctime;
 hashed) to its digest. On file systems of Unix no program can set ctime, so a change is seen though
-mtime was put back. The file is only believed where no other user can have written it; what cannot
-be read or written costs time, nothing else.
+mtime was put back (but in the moment of a link of our own, see `linking`). The file is only
+believed where no other user can have written it; what cannot be read or written costs time, nothing
+else.
 """
 
 from __future__ import annotations

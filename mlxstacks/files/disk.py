@@ -77,11 +77,12 @@ def _full_disk(path: Path, needed: str = "") -> str:
 
 @contextmanager
 def mlx_write_errors(path: Path) -> Iterator[None]:
-    """`target_errors` for MLX's own writers, whose RuntimeError has neither errno nor name."""
+    """`target_errors` for MLX's own writers and NumPy's, whose errors have no errno and no name."""
     try:
         yield
-    except RuntimeError as error:
-        if not str(error).startswith(("[write]", "[save_safetensors] Failed to open")):
+    except (RuntimeError, OSError) as error:
+        is_mlx = str(error).startswith(("[write]", "[save_safetensors] Failed to open"))
+        if not is_mlx and not str(error).endswith(" written"):
             raise
         raise TargetError(
             f"{path}: {str(error).rpartition('] ')[2].rstrip('.')}: {_full_disk(path)} or "

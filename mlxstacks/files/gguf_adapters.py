@@ -16,6 +16,7 @@ The file says neither mlx-lm's names nor the order: the base has to be at hand, 
 """
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,20 @@ import numpy as np
 
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.disk import mlx_write_errors, target_errors
 from mlxstacks.files.gguf_file import FLOATS, GGUFFile, GGUFTensor, float_values, open_gguf
 from mlxstacks.files.lora_modules import (
     FINGERPRINT_KEY,
     FLOAT_DTYPES,
     Adapter,
     LoraModule,
+    common_rank_and_scale,
     first_non_finite,
     is_finite_number,
     mlx_config,
+    padded,
     raise_problems,
+    rescaled,
     unified,
 )
 from mlxstacks.files.outputs import staged_directory
@@ -153,7 +158,8 @@ def write_gguf(
     base_model_name: str | None = None,
     force: bool = False,
 ) -> None:
-    """Write `adapter` as `adapter.gguf` in a directory, in the adapter's dtypes.
+    """Write `adapter` as `adapter.gguf` in a directory, in the adapter's dtypes. Of a streamed one
+    it holds a module at a time.
 
     Law: read_gguf of the result has the same modules, bit for bit; the scale to float32, which is
     what llama.cpp computes with.
@@ -164,14 +170,19 @@ def write_gguf(
 
     base = _base(model, str(adapter.directory))
     assert model is not None
-    modules = unified(adapter.modules.values())
-    first = next(iter(modules.values()))
+    rank, scale = common_rank_and_scale(adapter.modules.values())
     problems, tensors = list[str](), dict[str, tuple[str, Array]]()
-    if np.float32(first.scale) == 0:
+    if np.float32(scale) == 0:
         problems.append(
             "scale is 0, which llama.cpp takes as 1; `adapter zero` writes a delta of 0"
         )
-    for path, module in modules.items():
+
+    def halves(path: str) -> tuple[str, tuple[Array, Array]]:
+        """Their dtype, and what the file holds of them. Again, rather than hold all of them."""
+        module = rescaled(padded(adapter.modules[path], rank), scale)
+        return module.dtype, _as_gguf(path, module, base)
+
+    for path in adapter.modules:
         name = base.names.get(path)
         if name is None:
             problems.append(f"{path}: {base.architecture} has no tensor for it in GGUF")
@@ -182,31 +193,41 @@ def write_gguf(
             )
         else:
             try:
-                halves = _as_gguf(path, module, base)
+                dtype, pair = halves(path)
             except AdapterError as error:
                 problems.append(str(error))
                 continue
-            for leaf, half in zip(_HALVES, halves, strict=True):
-                tensors[f"{name}.{leaf}"] = (module.dtype, np.ascontiguousarray(half))
+            for leaf, half in zip(_HALVES, pair, strict=True):
+                # Of the shape and type of the half, without its numbers.
+                tensors[f"{name}.{leaf}"] = dtype, np.broadcast_to(half.dtype.type(0), half.shape)
+            del half, pair  # before the next ones are read
     raise_problems(adapter.directory, problems)
     target, needed = Path(directory), sum(half.nbytes for _, half in tensors.values())
-    with staged_directory(
-        target, force=force, needed_bytes=needed + 1_000_000, inputs=[adapter.directory]
-    ) as staging:
-        writer = GGUFWriter(staging / GGUF_WEIGHTS, base.architecture)
+    with (
+        staged_directory(
+            target, force=force, needed_bytes=needed + 1_000_000, inputs=[adapter.directory]
+        ) as staging,
+        target_errors(target, needed, only_writes=True),
+        mlx_write_errors(target),
+        closing(GGUFWriter(staging / GGUF_WEIGHTS, base.architecture)) as writer,
+    ):
         writer.add_string(Keys.General.TYPE, "adapter")
         writer.add_string(Keys.Adapter.TYPE, "lora")
-        writer.add_float32(Keys.Adapter.LORA_ALPHA, _float32_alpha(first.scale, first.rank))
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, _float32_alpha(scale, rank))
         if name := base_model_name or adapter.config.get("model"):
             writer.add_string(_BASE_NAME_KEY, str(name))
         if adapter.base_fingerprint:
             writer.add_string(FINGERPRINT_KEY, adapter.base_fingerprint)
         for name, (dtype, half) in tensors.items():
-            writer.add_tensor(name, half, raw_dtype=GGMLQuantizationType[dtype])
+            kind = GGMLQuantizationType[dtype]
+            writer.add_tensor_info(name, half.shape, half.dtype, half.nbytes, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        writer.write_ti_data_to_file()
+        for path in adapter.modules:
+            for half in (pair := halves(path)[1]):
+                writer.write_tensor_data(np.ascontiguousarray(half))
+            del half, pair
 
 
 def _float32_alpha(scale: float, rank: int) -> float:

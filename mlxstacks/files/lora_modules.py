@@ -14,7 +14,7 @@ either half of a switch pair may hold one expert that stands for all ("shared ou
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -240,23 +240,24 @@ def rescaled(module: LoraModule, scale: float) -> LoraModule:
     return replace(widened(module), lora_b=in_float32, scale=scale)
 
 
-def common_rank_and_scale(modules: Collection[LoraModule]) -> tuple[int, float]:
-    """The largest rank, and the scale that most modules have, so that few are folded.
+def common_rank_and_scale(modules: Iterable[LoraModule]) -> tuple[int, float]:
+    """The largest rank, and the scale that most modules have, so that few are folded. Looks at each
+    module once.
 
     Raises: AdapterError where padding to that rank would make far more numbers than are stored.
     """
-    if not modules:
+    found = [(module.rank, module.parameters, module.scale, module.path) for module in modules]
+    if not found:
         raise AdapterError("an adapter needs at least one module")
-    rank = max(module.rank for module in modules)
-    stored = sum(module.parameters for module in modules)
-    numbers = sum(module.parameters // module.rank * rank for module in modules)
+    rank, _, _, widest = max(found, key=lambda module: module[0])
+    stored = sum(parameters for _, parameters, _, _ in found)
+    numbers = sum(parameters // own * rank for own, parameters, _, _ in found)
     if numbers > _MOST_PADDING * stored + _FREE_PADDING:
-        widest = max(modules, key=lambda module: module.rank)
         raise AdapterError(
-            f"{widest.path}: rank {rank:,}, to which all modules are padded, makes {numbers:,} "
+            f"{widest}: rank {rank:,}, to which all modules are padded, makes {numbers:,} "
             f"numbers of {stored:,}; train or export the adapter with ranks nearer to each other"
         )
-    scales = [module.scale for module in modules if module.scale]
+    scales = [scale for _, _, scale, _ in found if scale]
     return rank, max(scales, key=scales.count) if scales else 0.0
 
 

@@ -3,6 +3,7 @@
 Run: pytest tests/files/test_gguf_adapters.py
 """
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.errors import AdapterError
+from mlxstacks.errors import AdapterError, TargetError
 from mlxstacks.files.adapter_commands import convert_adapter, zero_adapter_command
 from mlxstacks.files.adapters import load_any_adapter, match_adapter, read_adapter
 from mlxstacks.files.checkpoint import open_checkpoint
@@ -91,6 +92,40 @@ def test_file_reads_back_to_the_bit(
     )
     convert_adapter(back)
     assert_same(read_adapter(tmp_path / "back"), read_adapter(adapter))
+
+
+def test_a_conversion_holds_one_module_at_a_time(
+    models: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Fourteen modules of 3 to 8 MB."""
+    model, adapter = models["llama"][0], tmp_path / "wide"
+    random_adapter(model, rank=4096, directory=adapter)
+    settings = AdapterConvertSettings(
+        to="gguf", model=str(model), adapter_path=str(adapter), save_path=str(tmp_path / "out")
+    )
+    most = max(m.lora_a.nbytes + m.lora_b.nbytes for m in read_adapter(adapter).modules.values())
+    tracemalloc.start()
+    try:
+        written = convert_adapter(settings)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * most < written.weight_bytes / 3
+
+
+def test_a_disk_that_becomes_full_leaves_nothing(
+    models: dict[str, tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy's error, by which the writer of `gguf` tells it, has no errno."""
+
+    def full(self: gguf.GGUFWriter, tensor: np.ndarray) -> None:
+        raise OSError("8192 requested and 488 written")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    model, adapter = models["llama"]
+    with pytest.raises(TargetError, match="488 written: the disk is full"):
+        write_gguf(read_adapter(adapter), tmp_path / "out", open_checkpoint(model))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", KEYS)
