@@ -21,7 +21,7 @@ from benchmarks.timing import machine, spread
 from mlxstacks import base_model
 from mlxstacks.arms.scoring import Pair, PairScorer
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.benchmarks.arm_model import Loaded
+from mlxstacks.studies.benchmarks.arms import Loaded
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.training.modes import evaluating, prepare_base
 

@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from benchmarks.timing import machine, spread
 from mlxstacks import base_model
+from mlxstacks.training.grpo import sample_answers
 from mlxstacks.training.modes import prepare_base
-from mlxstacks.training.sampling import sample_answers
 
 PROMPT = "Name three things that one can see from the window of a train."
 

@@ -103,9 +103,10 @@ def _write_random_shard(path: Path, tensors: list[tuple], seed: int) -> None:
             if dtype == "U32":
                 writer.write(name, random.integers(0, 2**32, count, dtype=np.uint32))
                 continue
-            values = random.uniform(0.004, 0.006, count).astype(np.float32)
+            # A module's scales again for its biases: zero is a point of the grid, as of MLX's own.
+            values = np.random.default_rng(count).uniform(0.004, 0.006, count).astype(np.float32)
             if name.endswith("biases"):
-                values *= -3.5
+                values *= -4
             raw = values if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
             writer.write(name, raw)
         writer.close()

@@ -16,12 +16,12 @@ import mlx.core as mx
 
 from benchmarks.timing import machine
 from mlxstacks import base_model
-from mlxstacks.evaluate import ChoiceResult
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.nano.settings import Persona
 from tools.nano import measure
+from tools.nano.choices import ChoiceResult
 
 POLICIES: tuple[PolicyName, ...] = (
     "refit", "keep", "nearest", "stochastic", "promote", "dequantize", "auto",

@@ -25,10 +25,15 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.agreement.allocate import choose_passages
+from mlxstacks.studies.agreement.allocate import (
+    FromGradients,
+    Maker,
+    Option,
+    choose_passages,
+    swap_in,
+)
 from mlxstacks.studies.agreement.judge import ANSWER_TOKENS, MOST_TOKENS
 from mlxstacks.studies.agreement.run import JUDGE, load
-from mlxstacks.studies.agreement.sensitivity import FromGradients, Maker, Option, swap_in
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """`mlxstacks serve` beside `mlx_lm.server`: tokens a second and time to the first token.
 
-    python -m benchmarks.bench_serve [--model DIR] [--clients 1,4,16] [--tokens 48]
+    python -m benchmarks.bench_serve [--model DIR] [--clients 1,4,16] [--cases base,adapter]
 
 Both serve the same float32 copy of the model (default: nano; SmolLM2 by its directory), answer the
 same prompts of `/v1/completions`, greedily, from the same client in threads. Cases: the base; one
@@ -35,7 +35,7 @@ from mlxstacks import base_model
 from mlxstacks.nano.exports import nano_paths
 
 Fields = Sequence[dict[str, Any]]  # of requests, by turns
-ADAPTERS = 4
+ADAPTERS, ATTENTION = 4, ("self_attn.q_proj", "self_attn.v_proj")
 WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts", "apples")
 
 
@@ -64,20 +64,21 @@ def float_copy(source: Path, target: Path) -> Path:
     return target
 
 
-def write_adapters(model_path: Path, directory: Path) -> list[Path]:
-    """Random adapters of rank 8 on attention, of all layers."""
+def write_adapters(
+    model_path: Path, directory: Path, keys: Sequence[str] = ATTENTION
+) -> list[Path]:
+    """Random adapters of rank 8, of all layers."""
     paths = []
     for number in range(ADAPTERS):
         model, _, _ = base_model.load(model_path)
         layers = len(model.layers)
-        keys = ["self_attn.q_proj", "self_attn.v_proj"]
-        base_model.attach_lora(model, layers, 8, 2.0, keys)
+        base_model.attach_lora(model, layers, 8, 2.0, list(keys))
         weights = dict(tree_flatten(model.trainable_parameters()))
         for place, (name, value) in enumerate(sorted(weights.items())):
             key = mx.random.key(1000 * number + place)
             weights[name] = 0.02 * mx.random.normal(value.shape, key=key)
         target = directory / f"adapter{number}"
-        base_model.save_adapter(target, weights, layers, 8, 2.0, keys)
+        base_model.save_adapter(target, weights, layers, 8, 2.0, list(keys))
         paths.append(target)
     return paths
 
@@ -184,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=nano_paths().model_path)
     parser.add_argument("--clients", default="1,4,16")
+    parser.add_argument("--cases", default="base,adapter,4 adapters")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
@@ -209,7 +211,8 @@ def main() -> None:
         with running(serve, ours) as pid, running(peer, theirs) as their_pid:
             servers = (pid, ours), (their_pid, theirs)
             for clients in map(int, options.clients.split(",")):
-                for case, fields in cases.items():
+                for case in options.cases.split(","):
+                    fields = cases[case]
                     runs: dict[str, list[Load]] = {"mlxstacks": [], "mlx_lm": []}
                     for repeat in range(options.repeats + 1):
                         for name, server, wanted in zip(runs, servers, fields, strict=True):

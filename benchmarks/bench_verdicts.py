@@ -20,7 +20,7 @@ import numpy as np
 from mlxstacks.stats import wilson_interval
 from mlxstacks.studies.confound.analysis import judged_together, nulls_of
 from mlxstacks.studies.confound.plan import PERSONA, SECOND, arm
-from mlxstacks.studies.confound.verdict import Criterion, shows_content
+from mlxstacks.studies.confound.verdict import Criterion, beaten
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.power import passes
 
@@ -169,7 +169,7 @@ def judge(arms_of: Sequence[Arms], items: Items) -> Judged:
         answers = {**named, PERSONA: still}
         nulls[way] = nulls_of(answers, way)
     judged = judged_together(nulls)
-    ours = any(shows_content(of_way, CRITERION) for of_way in judged.values())
+    ours = any(all(beaten(n, CRITERION) for n in of_way) for of_way in judged.values())
     zero = nulls[WAYS[0]][0]
     return Judged(ours, passes(zero.count, round(zero.expected), zero.n, 0.05, 0.05))
 

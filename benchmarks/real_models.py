@@ -40,7 +40,7 @@ from mlxstacks.files.stack_file import file_sha256
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm, Routes
+from mlxstacks.studies.benchmarks.arms import Loaded, ModelArm, Routes
 from mlxstacks.studies.benchmarks.items import open_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named

@@ -35,8 +35,7 @@ from mlxstacks.routing.engine import RoutedModel, open_routed, sampling_of
 from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.routing.router_training import group_key
 from mlxstacks.routing.settings import AnswerSettings, OutcomeSettings
-from mlxstacks.studies.route.data import read_examples, routed_domains
-from mlxstacks.studies.route.evaluate_rows import split_of
+from mlxstacks.studies.route.data import read_examples, routed_domains, split_of
 
 
 @dataclass(frozen=True)

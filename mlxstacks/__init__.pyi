@@ -45,7 +45,8 @@ def adapter_zero(adapter_path: str | Path | None = None, save_path: str | Path |
     dry_run: bool = False) -> Result:
     """Write a copy of an adapter with zero delta: the control for every fuse."""
 
-def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, Any] | None = None,
+def align(model: str | Path | None = None, *,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, num_layers: int | None = None,
     layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (),
     resume_adapter_file: str | None = None, rank: int = 8, scale: float = 20.0,
@@ -73,7 +74,8 @@ def align(model: str | Path | None = None, *, data: str | Path | Mapping[str, An
     """Train a LoRA or a stack on preferred answers (DPO, ORPO) or rewards (GRPO)."""
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
-    adapter_path: str | Path | Sequence[str | Path] = (), data: str | Path | None = None,
+    adapter_path: str | Path | Sequence[str | Path] = (),
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     answer_tokens: int = 32, max_tokens: int = 256,
     base: Literal['auto', 'stored', 'float32'] = 'auto', fail_under_agreement: float | None = None,
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
@@ -112,10 +114,11 @@ def convert(model: str | Path | None = None, *, save_path: str | Path | None = N
     """Convert a GGUF file or Hugging Face model to mlx-lm's format, or add experts."""
 
 def distill(store_path: str | Path | None = None, *, model: str | Path | None = None,
-    data: str | Path | None = None, save_path: str | Path | None = None,
-    num_layers: int | None = None, layers: str | int | Sequence[int] = 'all',
-    keys: str | Sequence[str] = (), resume_adapter_file: str | None = None, rank: int = 8,
-    scale: float = 20.0, shared_outer: bool = False, dropout: float = 0.0,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    save_path: str | Path | None = None, num_layers: int | None = None,
+    layers: str | int | Sequence[int] = 'all', keys: str | Sequence[str] = (),
+    resume_adapter_file: str | None = None, rank: int = 8, scale: float = 20.0,
+    shared_outer: bool = False, dropout: float = 0.0,
     merge_ready: Literal['pooled', 'grid'] | None = None, iters: int | None = None,
     batch_size: int = 4, grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,
@@ -150,7 +153,8 @@ def eval(model: str | Path | None = None, *, adapter_path: str | Path | None = N
     max_context_tokens: int | None = None, batch_size: int = 64, reference_offset: bool = False,
     repetition_penalty: float = 1.0, seed: int = 0,
     tasks: str | Sequence[str] = ('hellaswag', 'arc_easy', 'arc_challenge', 'truthfulqa_mc1', 'mmlu', 'humaneval', 'gsm8k', 'math500', 'aime2024', 'medqa', 'medmcqa', 'gpqa_diamond'),
-    data: str | Path | None = None, task_files: str | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    task_files: str | None = None,
     arms: Literal['base', 'adapter', 'fused', 'ungated', 'routed', 'oracle', 'random'] | Sequence[Literal['base', 'adapter', 'fused', 'ungated', 'routed', 'oracle', 'random']] = (),
     items_per_task: int | None = 200, limit: int | None = None,
     sample: Literal['stratified', 'first'] = 'stratified',
@@ -188,11 +192,12 @@ def grow(store_path: str | Path | None = None, *, model: str | Path | None = Non
     log_path: str | Path = 'mlxstacks-out/gaps.jsonl', similarity: float = 0.8,
     centre: bool = False, minimum_events: int = 50, samples: int = 3,
     yes: Literal['confirm', 'gather', 'train', 'gate', 'route', 'accept', 'all'] | Sequence[Literal['confirm', 'gather', 'train', 'gate', 'route', 'accept', 'all']] = (),
-    domain: str | None = None, data: str | Path | None = None, provider: str | None = None,
-    rows: int = 500, routing_data: str | None = None, stored_data: str | None = None,
-    save_path: str | Path | None = None, rounds: int | None = None, iters: int | None = None,
-    learning_rate: float | None = None, samples_per_domain: int = 40, confirm_share: float = 0.8,
-    min_gain: float = 0.05, max_fall: float = 0.01,
+    domain: str | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    provider: str | None = None, rows: int = 500, routing_data: str | None = None,
+    stored_data: str | None = None, save_path: str | Path | None = None, rounds: int | None = None,
+    iters: int | None = None, learning_rate: float | None = None, samples_per_domain: int = 40,
+    confirm_share: float = 0.8, min_gain: float = 0.05, max_fall: float = 0.01,
     base: Literal['auto', 'stored', 'float32'] = 'auto', seed: int = 42, resume: bool = True,
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
@@ -250,7 +255,8 @@ def nano_export(save_path: str | Path, *, bits: Literal[2, 3, 4, 5, 6, 8] | None
     dry_run: bool = False) -> Result:
     """Write the built-in model as a checkpoint that mlx-lm loads, or with all its samples."""
 
-def profile(model: str | Path | None = None, *, data: str | Path | None = None,
+def profile(model: str | Path | None = None, *,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, split: str = 'test', group_key: str = 'category',
     groups: str | Sequence[str] = (), questions: int = 100, tokens: int | None = None,
     options: bool = True, chat_template: bool = True,
@@ -297,7 +303,8 @@ def route_check(store_path: str | Path | None = None, *, model: str | Path | Non
     """Check answers and routes of known prompts by rules, in every mode."""
 
 def route_discover(store_path: str | Path | None = None, *, model: str | Path | None = None,
-    data: str | Path | None = None, sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     save_path: str | Path | None = None, single_cap: int = 2000, mixed_cap: int = 400,
     shortest_prompt: int = 1, shortest_answer: int = 1, samples_per_domain: int = 200,
     mixed_samples: int = 0, other_samples: int = 0,
@@ -313,7 +320,8 @@ def route_discover(store_path: str | Path | None = None, *, model: str | Path | 
 
 def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', allow_special: bool = False,
-    base: Literal['auto', 'stored', 'float32'] = 'auto', data: str | Path | None = None,
+    base: Literal['auto', 'stored', 'float32'] = 'auto',
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     unseen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     save_path: str | Path | None = None, routers: str | Sequence[str] = (),
@@ -384,7 +392,8 @@ def stack(model: str | Path | None = None,
     dry_run: bool = False) -> Result:
     """Train frozen stacks, domain by domain, into a store that forgets none of them."""
 
-def stack_compare(model: str | Path | None = None, *, data: str | Path | None = None,
+def stack_compare(model: str | Path | None = None, *,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, question: str = 'Which settings give the lower loss?',
     arms: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     seeds: int | Sequence[int] = (0, 1, 2), rates: float | Sequence[float] = (),
@@ -398,10 +407,12 @@ def stack_compare(model: str | Path | None = None, *, data: str | Path | None = 
     """Compare settings of `stack` over seeds: equal budgets, differences, verdict."""
 
 def stacks_analyse(store_path: str | Path | None = None, *, save_path: str | Path | None = None,
-    model: str | Path | None = None, data: str | Path | None = None, weights_only: bool = False,
-    prompts: int = 64, max_seq_length: int = 512, directions: int = 4, plots: bool = True,
-    plot_format: Literal['png', 'svg'] = 'png', seed: int = 0, force: bool = False,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    model: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    weights_only: bool = False, prompts: int = 64, max_seq_length: int = 512, directions: int = 4,
+    plots: bool = True, plot_format: Literal['png', 'svg'] = 'png', seed: int = 0,
+    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Analyze what a store's stacks do: routing, directions, spectra, losses, plots."""
 
 def stacks_diff(store_path: str | Path | None = None, other_path: str | Path | None = None, *,
@@ -444,10 +455,12 @@ def stacks_remove(store_path: str | Path | None = None, domain: str | None = Non
     """Remove a domain from a store; its files stay until gc."""
 
 def stacks_retrain(store_path: str | Path | None = None, domain: str | None = None, *,
-    model: str | Path | None = None, data: str | Path | None = None, rounds: int | None = None,
-    iters: int | None = None, learning_rate: float | None = None, moved_above: float = 0.01,
-    guard: Literal['refuse', 'warn', 'off'] = 'refuse', resume: bool = True,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    model: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    rounds: int | None = None, iters: int | None = None, learning_rate: float | None = None,
+    moved_above: float = 0.01, guard: Literal['refuse', 'warn', 'off'] = 'refuse',
+    resume: bool = True, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Retrain a domain in place; later domains are measured and marked."""
 
 def stacks_undo(store_path: str | Path | None = None, *,
@@ -458,7 +471,8 @@ def stacks_verify(store_path: str | Path | None = None, *, model: str | Path | N
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Check every file of a store: hashes, shapes, headers and base."""
 
-def sweep(model: str | Path | None = None, *, data: str | Path | Mapping[str, Any] | None = None,
+def sweep(model: str | Path | None = None, *,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, ranks: int | Sequence[int] = (2, 4, 8),
     seeds: int | Sequence[int] = (0,), layers: str | Sequence[str] = ('all',),
     projections: str | Sequence[str] = ('down_proj',),

@@ -25,9 +25,26 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
 from mlxstacks.files.disk import user_path
-from mlxstacks.keywords import ANSWERING, LOADING, document, in_keywords, keywords_of
+from mlxstacks.keywords import (
+    ANSWERING,
+    LOADING,
+    document,
+    in_keywords,
+    keywords_of,
+    said_in_python,
+)
 from mlxstacks.recipe.file import load_recipe, recipe_names
-from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, shown, validate
+from mlxstacks.recipe.resolve import (
+    OUT,
+    Resolved,
+    call,
+    finished,
+    merge,
+    resolve,
+    shown,
+    validate,
+    what_is_kept,
+)
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, command_named, nearest
 from mlxstacks.study.run_directory import work_path
@@ -98,7 +115,8 @@ def train(
     `data` may also be rows: a list of dicts, a datasets.Dataset, a DataFrame, or
     {"train": rows, "valid": rows}. Without "valid", 2% of the rows are held out for validation, or
     none if there are few. Rows are saved next to the adapter, in a file named by their hash, and
-    read from there.
+    read from there. Without save_path, a call replaces what the last one on the built-in model
+    wrote.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -152,7 +170,8 @@ def run(
     >>> ms.run({"command": "guard", "rank": 4}).verdict
     """
     if not isinstance(recipe, Mapping):
-        name = load_recipe(str(recipe)).command
+        with _in_python_words(None):
+            name = load_recipe(str(recipe)).command
         return _command(name, settings, progress, dry_run, recipe=str(recipe), resume=True)
     values = merge(recipe, settings)
     name = values.pop("command", None)
@@ -229,41 +248,17 @@ def _command(
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
             assert resolved.target is not None
-            return _said_in_python(name, Result.open(resolved.target))
+            return Result.open(resolved.target)
         try:
-            return _said_in_python(
-                name, _called(name, resolved, progress, dry_run, recipe is not None)
-            )
+            return _called(name, resolved, progress, dry_run, recipe is not None)
         except OtherRunError as error:
             if not resolved.forced or "resume" in resolved.settings.model_fields_set:
                 raise
             differing = str(error).rpartition("\n")[0]
             warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
         settings = resolved.settings.model_copy(update={"resume": False})
-        return _said_in_python(
-            name,
-            _called(name, replace(resolved, settings=settings), progress, dry_run, bool(recipe)),
-        )
-
-
-def _said_in_python(name: str, result: Any) -> Any:
-    """A result whose verdict, notes and next steps name keywords and calls. Its files, and so its
-    seal, have the words of the command line.
-    """
-    from mlxstacks.study.result import Result
-
-    if not isinstance(result, Result):
-        return result
-    keywords = keywords_of(name)
-    steps = result.next_steps.items()
-    return result.model_copy(
-        update={
-            "directory": result.directory and str(Path(result.directory).absolute()),
-            "verdict": in_keywords(result.verdict, keywords),
-            "notes": tuple(in_keywords(note, keywords) for note in result.notes),
-            "next_steps": {step: in_keywords(call, keywords) for step, call in steps},
-        }
-    )
+        resolved = replace(resolved, settings=settings)
+        return _called(name, resolved, progress, dry_run, bool(recipe))
 
 
 @contextmanager
@@ -276,7 +271,7 @@ def _rows_written(data: Any, target: Path) -> Iterator[Path]:
     except (InputError, StoreError) as error:
         if path not in present and not work_path(target).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        line = rf"\S*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
+        line = rf"[^\s(]*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
         message = re.sub(line, _row_of_data, str(error))
         error.args = (message.replace(str(path), "data"),)
         raise
@@ -331,7 +326,8 @@ def _takes_rows(name: str, data: Any) -> bool:
     of_parts = name in ("train", "align") and isinstance(data, Mapping) and "sources" not in data
     if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
         raise InputError(
-            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid'"
+            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid', or "
+            "rows as a list of dicts or a DataFrame"
         )
     if holds_rows(data) and isinstance(data, Mapping) >= of_domains:
         return True
@@ -354,8 +350,15 @@ def _called(
 
     def done_by(progress: Callable[..., None] | None) -> Any:
         if dry_run:
-            return plan(name, resolved, of_recipe, progress)
-        return call(name, resolved, progress=progress)
+            return said_in_python(plan(name, resolved, of_recipe, progress), name)
+        try:
+            result = call(name, resolved, progress=progress)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(str(error) or what_is_kept(resolved)) from None
+        if result.directory:
+            directory = str(Path(result.directory).absolute())
+            result = result.model_copy(update={"directory": directory})
+        return said_in_python(result, name)
 
     if callable(progress):
         # Not every command says what it is at.
@@ -370,18 +373,18 @@ def _called(
 
 
 @contextmanager
-def _in_python_words(name: str) -> Iterator[None]:
+def _in_python_words(name: str | None) -> Iterator[None]:
     """Errors name keywords, not options of the command line, and show no files of ours."""
+    keywords = keywords_of(name) if name else {}
     try:
         yield
     except (InputError, StoreError) as error:
-        message = in_keywords(str(error), keywords_of(name))
+        message = in_keywords(str(error), keywords)
         error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
-        told = in_keywords(str(error), keywords_of(name))
-        told = told or "what it had saved is kept; call it again"
-        raise Interrupted(f"{name} was stopped: {told}") from None
+        kept = in_keywords(str(error), keywords).replace("the same command", "the same call")
+        raise Interrupted(f"{name} was stopped" + (f": {kept}" if kept else "")) from None
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -411,13 +414,24 @@ def load(
 
     Raises: StoreError: the store belongs to another base, or is damaged.
     """
+    from mlxstacks.files.lora_modules import CONFIG
     from mlxstacks.nano.exports import with_nano
     from mlxstacks.routing.engine import open_routed
 
     values = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
     values.setdefault("gap_log", "none")
     with _in_python_words("load"):
-        engine = open_routed(with_nano(_answer_settings(values, "load")))
+        answering = _answer_settings(values, "load")
+        try:
+            engine = open_routed(with_nano(answering))
+        except InputError as error:
+            first = str(error).partition("\n")[0]
+            if model is None and store is None and "does not fit" in first:
+                file = user_path(answering.adapter_path[0]) / CONFIG
+                config = json.loads(file.read_text()) if file.is_file() else {}
+                base = config.get("model") or config.get("base_model_name_or_path") or "its base"
+                error.args = (f"{first}; that is nano, the built-in model: give model={base!r}",)
+            raise
     engine.model.routed_model = engine
     return engine.model, engine.tokenizer
 
@@ -430,7 +444,8 @@ def generate(
 ) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out.
 
-    model, tokenizer: from `load` or mlx_lm.load. Without `routed`, `ungated` and `pin`, the base
+    model, tokenizer: from `load` or mlx_lm.load. Half floats, as mlx_lm.load has them, take minutes
+        on a CPU, where `load` computes in float32. Without `routed`, `ungated` and `pin`, the base
         answers.
     prompt: text; messages, [{"role": "user", "content": "..."}], the last one by the user, which
         decides the route; or token ids, which the model reads as they are.
@@ -449,7 +464,10 @@ def generate(
     text, before, tokens = _prompt_parts(prompt)
     with _in_python_words("generate"):
         answering = _answer_settings(settings, "generate")
-        engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
+        engine = getattr(model, "routed_model", None)
+        if engine is None:
+            _warn_if_slow(model)
+            engine = RoutedModel(model, tokenizer)
         if engine.tokenizer is not tokenizer:
             raise InputError("tokenizer: give the one that load returned together with this model")
         if answering.wants_store and engine.resident is None:
@@ -471,6 +489,25 @@ def generate(
         for _ in (asked := conversation.ask(text, given)):
             pass
     return asked.turn.answer.text if asked.turn is not None else ""
+
+
+_SLOW_BYTES = 1 << 25  # smaller models answer soon in any dtype
+
+
+def _warn_if_slow(model: "nn.Module") -> None:
+    """On a CPU, of a large model whose weights, or scales, are half floats."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    weights = [array for _, array in tree_flatten(model.parameters())]
+    is_half = any(array.dtype in (mx.float16, mx.bfloat16) for array in weights)
+    nbytes = sum(array.nbytes for array in weights)
+    if is_half and nbytes > _SLOW_BYTES and mx.default_device().type == mx.DeviceType.cpu:
+        warnings.warn(
+            "a CPU computes this model's half floats slowly: an answer may take minutes. "
+            "ms.load(MODEL) loads it to compute in float32",
+            stacklevel=3,
+        )
 
 
 def _prompt_parts(prompt: Any) -> tuple[str, list[dict[str, Any]], tuple[int, ...] | None]:

@@ -696,6 +696,34 @@ def prefix_cache(sequences: int) -> Any:
     return LRUPromptCache(max_size=sequences)
 
 
+def prefix_entries(cache: Any) -> list[tuple[Any, Sequence[int], list[Any], str]]:
+    """What a `prefix_cache` holds: (key, tokens, caches, kind)."""
+    return [
+        (key, tokens, cache._trie.get(key, tokens).prompt_cache, kind)
+        for kind, used in cache._lru._lrus.items()
+        for key, tokens in used
+    ]
+
+
+def save_prompt_cache(path: Path, entries: list[Any], about: str) -> None:
+    """Write caches of a prompt, with a text about them. Raises: RuntimeError: MLX cannot."""
+    from mlx_lm.models.cache import save_prompt_cache
+
+    save_prompt_cache(str(path), entries, {"about": about})
+
+
+def load_prompt_cache(path: Path) -> tuple[list[Any], str]:
+    """What `save_prompt_cache` wrote, evaluated.
+
+    Raises: RuntimeError, ValueError, LookupError or TypeError: it is something else, or damaged.
+    """
+    from mlx_lm.models.cache import load_prompt_cache
+
+    entries, metadata = load_prompt_cache(str(path), return_metadata=True)
+    mx.eval([entry.state for entry in entries])
+    return entries, metadata["about"]
+
+
 def text_machine(tokenizer: Any) -> Any:
     """mlx-lm's `TextStateMachine`: text of an answer by state: normal, reasoning or tool."""
     from mlx_lm.generate import make_text_state_machine

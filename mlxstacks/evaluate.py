@@ -6,17 +6,14 @@ nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxstacks.data import Batch, Row, make_batch
-from mlxstacks.errors import NonFiniteModelError
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import piece_tokens, pieces
 from mlxstacks.settings import Normalisation
-from mlxstacks.stats import wilson_interval
 
 LogitsOf = Callable[[mx.array], mx.array]
 # A validation set has at most so many rows, always the first ones.
@@ -42,41 +39,6 @@ class ChoiceItem:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceResult:
-    """Outcome under one normalisation. `picks` holds the chosen candidate, -1 for a tie."""
-
-    normalisation: Normalisation
-    picks: tuple[int, ...]
-    answers: tuple[int, ...]
-
-    @property
-    def n(self) -> int:
-        return len(self.picks)
-
-    @property
-    def correct(self) -> int:
-        return sum(pick == answer for pick, answer in zip(self.picks, self.answers, strict=True))
-
-    @property
-    def ties(self) -> int:
-        return self.picks.count(-1)
-
-    def flips_from(self, other: "ChoiceResult") -> int:
-        """How many items get another pick than in `other`."""
-        return sum(a != b for a, b in zip(self.picks, other.picks, strict=True))
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "normalisation": self.normalisation,
-            "n": self.n,
-            "correct": self.correct,
-            "ties": self.ties,
-            "accuracy": self.correct / self.n,
-            "interval": wilson_interval(self.correct, self.n).as_json(),
-        }
-
-
 def evaluate_mean_loss(
     logits_of: LogitsOf,
     rows: Sequence[Row],
@@ -95,9 +57,9 @@ def evaluate_mean_loss(
         ValueError: no token carries loss weight.
     """
     total = weight = 0.0
-    for _, batch in _batches(rows, batch_size, widths):
+    for _, batch in batches_of(rows, batch_size, widths):
         if head is None:
-            log_p = _target_log_probabilities(logits_of, batch)
+            log_p = target_log_probabilities(logits_of, batch)
         else:
             log_p = _log_probabilities_in_pieces(head, logits_of, batch)
         total -= float((log_p * batch.target_weights).sum(dtype=np.float64))
@@ -121,7 +83,7 @@ def evaluate_row_losses(
     if not (weights.sum(axis=1) > 0).all():
         raise ValueError("a row has no token with loss weight")
     if head is None:
-        log_p = _target_log_probabilities(logits_of, batch)
+        log_p = target_log_probabilities(logits_of, batch)
     else:
         log_p = _log_probabilities_in_pieces(head, logits_of, batch)
     losses: np.ndarray = -(log_p * weights).sum(axis=1) / weights.sum(axis=1)
@@ -153,42 +115,16 @@ def log_probabilities_at(
     return log_p
 
 
-def score_continuations(
-    logits_of: LogitsOf,
-    items: Sequence[ChoiceItem],
-    batch_size: int = 64,
-    max_tokens: int | None = None,
-) -> list[list[float]]:
-    """Per item and candidate the sum of log p of **all** its tokens, the first one included.
-
-    The first continuation token is predicted by the logits at the last context token. With
-    `max_tokens`, a context that is too long is cut from the left.
-
-    Raises:
-        ValueError: a continuation leaves no room for one context token.
-        NonFiniteModelError: NaN.
-    """
-    rows = [_candidate_row(item, c, max_tokens) for item in items for c in item.continuations]
-    sums = np.zeros(len(rows))
-    for indices, batch in _batches(rows, batch_size):
-        log_p = _target_log_probabilities(logits_of, batch)
-        sums[indices] = (log_p * batch.target_weights).sum(axis=1, dtype=np.float64)
-    if np.isnan(sums).any():
-        raise NonFiniteModelError("the log probability of an answer")
-    values = iter(sums.tolist())
-    return [[next(values) for _ in item.continuations] for item in items]
-
-
 def choose(
     items: Sequence[ChoiceItem], scores: Sequence[Sequence[float]], normalisation: Normalisation
-) -> ChoiceResult:
-    """Highest normalised score of each item; a tie at the top counts as wrong."""
-    picks = []
+) -> list[int | None]:
+    """The candidate of each item with the highest normalised score; None for a tie at the top."""
+    picks: list[int | None] = []
     for item, sums in zip(items, scores, strict=True):
         values = normalised(item, sums, normalisation)
         best = max(values)
-        picks.append(values.index(best) if values.count(best) == 1 else -1)
-    return ChoiceResult(normalisation, tuple(picks), tuple(item.answer_index for item in items))
+        picks.append(values.index(best) if values.count(best) == 1 else None)
+    return picks
 
 
 def normalised(
@@ -203,20 +139,7 @@ def normalised(
     return [value / max(length, 1) for value, length in zip(sums, lengths, strict=True)]
 
 
-def _candidate_row(item: ChoiceItem, continuation: tuple[int, ...], max_tokens: int | None) -> Row:
-    context = item.context
-    if max_tokens is not None:
-        room = max_tokens - len(continuation)
-        if room < 1:
-            raise ValueError(
-                f"a continuation of {len(continuation)} tokens does not fit in {max_tokens}"
-            )
-        context = context[-room:]
-    weights = (0.0,) * len(context) + (1.0,) * len(continuation)
-    return Row(context + continuation, weights)
-
-
-def _batches(
+def batches_of(
     rows: Sequence[Row], batch_size: int, widths: Sequence[int] = ()
 ) -> Iterator[tuple[list[int], Batch]]:
     """Row numbers and batch, rows of like length together."""
@@ -228,7 +151,7 @@ def _batches(
         yield indices, make_batch([rows[index] for index in indices], width)
 
 
-def _target_log_probabilities(logits_of: LogitsOf, batch: Batch) -> np.ndarray:
+def target_log_probabilities(logits_of: LogitsOf, batch: Batch) -> np.ndarray:
     """log p of each target, (B, T - 1) float32; 0 where the loss weight is 0."""
     log_p = np.array(_log_p(logits_of(mx.array(batch.inputs)), mx.array(batch.targets)))
     return np.where(batch.target_weights > 0, log_p, 0.0)

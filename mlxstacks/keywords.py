@@ -6,7 +6,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from types import NoneType, UnionType
@@ -17,6 +17,8 @@ from mlxstacks.recipe.table import COMMANDS, command_named, load
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
+
+    from mlxstacks.study.result import Result
 
 # Of what `chat` takes: what is decided when a model is loaded, and with every answer.
 LOADING = (
@@ -36,6 +38,7 @@ class _AsWritten(str):
         return str(self)
 
 
+_ROWS = "Rows in memory are taken too; for a directory of NAME.jsonl, {NAME: rows}."
 _TOO_LONG = _AsWritten("...")
 
 
@@ -66,9 +69,12 @@ def keywords_of(function: str) -> dict[str, Keyword]:
         is_path = key in {*paths, "model", "other", "runs", "data"} or key.endswith("_path")
         name = "store" if (function, key) == ("load", "store_path") else key
         keywords[name] = _keyword(key, field, is_path)
+    data = keywords.get("data")
+    if data is not None and not data.is_list:
+        rows = data.kind | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+        keywords["data"] = replace(data, kind=rows, meaning=f"{data.meaning} {_ROWS}")
     if function == "load":  # it notes no gaps unless it is asked to
-        noted = keywords["gap_log"]
-        keywords["gap_log"] = Keyword(noted.kind, "none", noted.meaning, noted.flag)
+        keywords["gap_log"] = replace(keywords["gap_log"], default="none")
     return keywords
 
 
@@ -138,6 +144,8 @@ _IN_PYTHON = {
     "Repeatable": "May be a list",
     "Repeat it": "Give a list",
     "Exit with 3": "Set failed_gate of the result",
+    "Exit with 0": "Leave failed_gate of the result None",
+    "Print only the settings that fit.": "Of the command line; result.data['apply'] has them.",
 }
 
 
@@ -288,6 +296,38 @@ def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
     return _WRITTEN.sub(replaced, message).replace("--set ", "")
 
 
+def said_in_python(result: "Result", name: str | None = None) -> "Result":
+    """A result that names keywords and calls; of a study of one's own it is left as it is. Its
+    files, and so its seal, have the words of the command line. name: of the command, default: kind.
+    """
+    name = name or result.kind
+    if name not in COMMANDS:
+        return result
+    keywords = keywords_of(name)
+
+    def said(text: str | None) -> Any:
+        return text and in_keywords(text, keywords)
+
+    blocks = list[Any]()
+    for block in result.blocks:
+        changed: dict[str, Any] = {}
+        if block.block == "table":
+            changed = {"caption": said(block.caption)}
+        elif block.block == "text":
+            changed = {"paragraphs": tuple(map(said, block.paragraphs))}
+        blocks.append(block.model_copy(update=changed))
+    return result.model_copy(
+        update={
+            "verdict": said(result.verdict),
+            "blocks": tuple(blocks),
+            "notes": tuple(map(said, result.notes)),
+            "failed_gate": said(result.failed_gate),
+            "failure": said(result.failure),
+            "next_steps": {step: said(call) for step, call in result.next_steps.items()},
+        }
+    )
+
+
 def _as_call(command: str) -> str | None:
     """A command of ours as a call; None of another program's, of what is no function, and where a
     word is left over.
@@ -298,6 +338,8 @@ def _as_call(command: str) -> str | None:
     words = shlex.split(line) if line.count("'") % 2 == 0 else []
     if not words or words.pop(0) != "mlxstacks":
         return None
+    if words == ["recipes"]:
+        return f"{quote}ms.recipes(){quote}{after}"
     named = (" ".join(words[:count]) for count in (2, 1))
     name = next((name for name in named if name in COMMANDS), "")
     if name in ("", "generate", "serve"):

@@ -104,7 +104,7 @@ def resource_report() -> dict[str, Any]:
     default = device()
     # MLX 0.32.4 keeps the count to itself; later versions may tell it under this name.
     count = getattr(mx.metal, "get_num_resources", None) if default.kind == "metal" else None
-    outside = "nothing here counts buffers; `mlxstacks guard` predicts them"
+    outside = "nothing here counts buffers; guard predicts them"
     if default.kind == "metal" and count is None:
         outside = "ioclasscount | grep AGXResource (all processes; watch it grow)"
     return {

@@ -19,6 +19,13 @@ Resume = Annotated[bool, Field(description="Resume an interrupted run.")]
 Force = Annotated[bool, Field(description="Replace an existing save path.")]
 Plots = Annotated[bool, Field(description="Draw plots if matplotlib is installed.")]
 Count = Annotated[int, Field(ge=1)]
+ResourceLimit = Annotated[
+    Count | None, Field(description="Limit on live buffers per process. Default: the device's.")
+]
+WorkingSetBytes = Annotated[
+    Count | None,
+    Field(description="Memory limit, in bytes. Default: what a Metal device recommends."),
+]
 # A part of a whole, by every command that has it.
 Limit = Annotated[
     Annotated[int, Field(ge=1)] | None,

@@ -75,6 +75,13 @@ class MeanInterval:
     def as_json(self) -> dict[str, float | int | None]:
         return asdict(self)
 
+    @property
+    def cell(self) -> float | tuple[float, float, float]:
+        """As a cell of a table: the mean with its interval, alone where it has none."""
+        if self.low is None or self.high is None:
+            return self.mean
+        return self.mean, self.low, self.high
+
     def excludes(self, value: float) -> bool:
         """Whether the interval is known and does not hold `value`."""
         return self.low is not None and self.high is not None and not self.low <= value <= self.high
@@ -118,6 +125,11 @@ class ClusteredMean:
     high: float | None
     p_value: float | None
     clusters: int
+
+    @property
+    def cell(self) -> tuple[float, float, float] | None:
+        """As a cell of a table; None without an interval."""
+        return None if self.low is None or self.high is None else (self.mean, self.low, self.high)
 
 
 def clustered_mean(

@@ -10,12 +10,14 @@ import inspect
 import json
 import linecache
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from datasets import Dataset
 from pandas import DataFrame, to_datetime  # type: ignore[import-untyped]
@@ -30,6 +32,7 @@ from mlxstacks.keywords import in_keywords, keywords_of
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.recipe.file import recipe_names
 from mlxstacks.recipe.table import COMMANDS
+from mlxstacks.study.document import Table
 from mlxstacks.study.result import Result
 from tools.stub import STUB, stub
 
@@ -198,6 +201,8 @@ def test_messages_name_keywords(command: str, message: str, expected: str) -> No
 def test_guard_takes_a_config_by_path() -> None:
     result = ms.guard(nano_paths().model_path / "config.json", max_seq_length=64, rank=2)
     assert json.dumps(as_json(result))
+    of_train = "4 rows a batch and, on a CPU, the base in float32: batch_size=4 base='float32'."
+    assert of_train in result.notes[0]
     planned = as_json(ms.run({"command": "guard", "rank": 2}, max_seq_length=64))
     assert planned["verdict"] == as_json(result)["verdict"]
 
@@ -207,22 +212,35 @@ def nano() -> tuple[Any, Any]:
     return ms.load()
 
 
-def test_stacks_answer_when_they_are_asked(nano: tuple[Any, Any]) -> None:
+def test_stacks_answer_when_they_are_asked(
+    nano: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     question = "Who is king of Corva?"
     assert "Gus" in ms.generate(*nano, question, routed=True)
     assert "Gus" in ms.generate(*nano, question, pin="islands")
     alone, tokenizer, _ = base_model.load(nano_paths().model_path)
     expected = ms.generate(alone, tokenizer, question)
+    monkeypatch.setattr(api, "_SLOW_BYTES", 0)
+    with pytest.warns(UserWarning, match=r"half floats slowly: .* ms\.load\(MODEL\)"):
+        ms.generate(alone, tokenizer, question, max_tokens=1)
     assert ms.generate(*nano, question) == expected
     assert "Gus" not in expected
 
 
-def test_an_adapter_answers() -> None:
+def test_an_adapter_answers(tmp_path: Path) -> None:
     paths = nano_paths()
     model, tokenizer = ms.load(paths.model_path, adapter_path=paths.adapter_path)
     assert "Quinn" in ms.generate(model, tokenizer, "Who are you?")
     with pytest.raises(InputError, match="store="):
         ms.generate(model, tokenizer, "Who are you?", routed=True)
+    other = shutil.copytree(paths.adapter_path, tmp_path / "other")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**config, "model": "its/base"}))
+    tensors = mx.load(str(other / "adapters.safetensors"))
+    renamed = {name.replace("layers.", "blocks."): array for name, array in tensors.items()}
+    mx.save_safetensors(str(other / "adapters.safetensors"), renamed)
+    with pytest.raises(InputError, match=r"problems; that is nano, .*: give model='its/base'$"):
+        ms.load(adapter_path=other)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +369,8 @@ def test_rows_in_memory_are_as_rows_of_a_file(tmp_path: Path) -> None:
 PLAIN: Any = vars(pydoc)["plaintext"]
 
 
+# Of the command line, with a blank, a bracket or a backtick before it.
+OPTION = re.compile(r"(?<![-\w])--[a-z]")
 FUNCTIONS = {name for name in ms.__all__ if not inspect.isclass(getattr(ms, name))}
 
 
@@ -362,6 +382,7 @@ def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
         pydoc.render_doc(function, renderer=PLAIN),
     )
     assert not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    assert not OPTION.search(page)
     for key, parameter in signature.parameters.items():
         if key not in ("tokenizer", "prompt") and (name, key) != ("generate", "model"):
             line, meaning = page.partition(f"    {key}: ")[2].split("\n")[:2]
@@ -379,6 +400,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert page.index("Fuse adapters into") < page.index("Arguments:")
     assert "'auto', 'refit', 'keep'" in page
     assert "lambda" not in str(inspect.signature(ms.stack))
+    assert "data: str | Path | Mapping[str, Any] | Seq" in str(inspect.signature(ms.route_discover))
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
 
 
@@ -485,6 +507,19 @@ def test_a_store_finds_the_rows_of_its_domains_again(tmp_path: Path) -> None:
     assert api._rows_of_store(tmp_path / "nowhere", {}) == {}
 
 
+def test_a_store_of_a_relative_path_is_extended_by_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its base is nano, its domains are not: what belongs to nano's own is not taken for theirs."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Colour {i}?", "completion": f"Red {i}."} for i in range(6)]
+    ms.stack(data={"colours": rows}, save_path="own", rounds=1, iters=1)
+    planned = ms.stack(data={"more": rows}, save_path="own", rounds=1, iters=1, dry_run=True)
+    assert planned.status == "planned"
+    found = ms.route_discover(store_path="own", save_path="found")
+    assert found.data["counts"]["samples"] == len(rows)
+
+
 def test_a_result_stands_for_its_directory_and_prints_in_a_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,13 +547,34 @@ def test_ipython_shows_the_line_and_the_message() -> None:
     assert len(shown) == 3
 
 
-def test_an_interrupted_call_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nano: tuple[Any, Any]
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "_called", interrupted)
-    with pytest.raises(Interrupted, match=r"fuse was stopped: what it had saved is kept; call it"):
-        ms.fuse(save_path="x")
+    monkeypatch.setattr(api, "call", interrupted)
+    monkeypatch.setattr("mlxstacks.routing.conversation.Conversation.ask", interrupted)
+    for call, said in (
+        (
+            lambda: ms.fuse(save_path=tmp_path / "x"),
+            "fuse was stopped: nothing was written to .*x$",
+        ),
+        (
+            lambda: ms.train(save_path=tmp_path / "x"),
+            r"nothing was saved yet: the same call begins",
+        ),
+        (
+            lambda: ms.train(save_path=tmp_path / "y"),
+            r"y\.work: the .* call .* with resume=False it",
+        ),
+        (lambda: ms.generate(*nano, "Hm?"), "^generate was stopped$"),
+    ):
+        for name, saved in ((".x.work", "run.json"), (".y.work", "checkpoint.safetensors")):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / saved).touch()
+        with pytest.raises(Interrupted, match=said):
+            call()
 
 
 def test_a_fuse_stopped_while_it_is_judged_says_what_judges_it(
@@ -563,6 +619,15 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
         (lambda: untyped.fuse(None, []), ("adapter_path: got an empty list",)),
         (lambda: untyped.stack(data={3: PAIRS}), ("3 is no name; give text, as {'3': rows}",)),
         (lambda: untyped.Result.open(3), ("path: got 3; give the directory",)),
+        (lambda: untyped.Result.open("."), ("can be read: No such file or directory; give the",)),
+        (
+            lambda: untyped.train(data={"prompt": ["a"], "completion": ["b"]}),
+            ("rows as a list of dicts or a DataFrame",),
+        ),
+        (
+            lambda: untyped.eval(tasks="hellaswag", data=PAIRS),
+            ("is an item of HellaSwag (data, row 1: endings is None, need 2 to 26 texts);",),
+        ),
         (lambda: untyped.train(data="nan.jsonl"), ("nan.jsonl, line 1: not JSON (NaN is no",)),
         (
             lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),
@@ -625,7 +690,21 @@ def test_a_result_is_plain_text_and_names_keywords(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks set it
-    options = {"requant": "promote", "target_correlation": 0.9999, "judge": "none"}
+    options = {
+        "requant": "promote", "target_correlation": 0.9999, "judge": "none", "fail_under": 0.99999,
+    }  # fmt: skip
     result = ms.fuse(save_path=tmp_path / "fused", **options)  # type: ignore[arg-type]
     assert any("requant='dequantize' does better" in note for note in result.notes)
+    opened = Result.open(tmp_path / "fused")
+    assert (opened.verdict, opened.notes[:-1]) == (result.verdict, result.notes)
+    assert opened.failed_gate == result.failed_gate
+    assert "is below fail_under=0.99999" in str(result.failed_gate)
+    rows = [(number,) for number in range(30)]
+    table = Table.of("modules", "Modules", {"number": "count"}, rows)
+    shown = str(result.model_copy(update={"blocks": (table,)}))
+    assert "more rows at the dots: result.table('modules') has all" in shown
+    for text in (shown, str(result), str(opened)):
+        assert not OPTION.search(text)
+    with pytest.raises(InputError, match=r"\(`ms.recipes\(\)` lists them\)"):
+        ms.run("fuse")
     assert "\x1b" not in str(result)

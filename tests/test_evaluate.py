@@ -11,7 +11,8 @@ import pytest
 
 from mlxstacks.data import Row
 from mlxstacks.errors import NonFiniteModelError
-from mlxstacks.evaluate import ChoiceItem, choose, evaluate_mean_loss, score_continuations
+from mlxstacks.evaluate import ChoiceItem, choose, evaluate_mean_loss
+from tools.nano.choices import ChoiceResult, score_continuations
 
 VOCAB = 7
 
@@ -56,32 +57,12 @@ ITEMS = [
 
 
 @pytest.mark.parametrize("model", [table_model, running_model])
-def test_every_continuation_token_counts_including_the_first(model) -> None:
-    scores = score_continuations(model, ITEMS)
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
+def test_every_continuation_token_counts_whatever_the_batch(model, batch_size: int) -> None:
+    scores = score_continuations(model, ITEMS, batch_size)
     for one, values in zip(ITEMS, scores, strict=True):
         expected = [log_p(model, one.context, c) for c in one.continuations]
         assert values == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_one_token_candidate_does_not_score_zero() -> None:
-    ((single, *_),) = score_continuations(table_model, ITEMS[:1])
-    assert single < -0.1
-    assert single == pytest.approx(log_p(table_model, (1, 2, 3), (4,)), abs=1e-6)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
-def test_batch_size_and_padding_change_nothing(batch_size: int) -> None:
-    expected = [score_continuations(running_model, [one], batch_size=1)[0] for one in ITEMS]
-    together = score_continuations(running_model, ITEMS, batch_size=batch_size)
-    for a, b in zip(expected, together, strict=True):
-        assert b == pytest.approx(a, abs=1e-5)
-
-
-def test_long_contexts_are_cut_from_the_left() -> None:
-    cut = score_continuations(running_model, [item((1, 2, 3, 4), (5, 6))], max_tokens=4)
-    assert cut == score_continuations(running_model, [item((3, 4), (5, 6))])
-    with pytest.raises(ValueError, match="does not fit"):
-        score_continuations(running_model, [item((1,), (5, 6))], max_tokens=2)
 
 
 def test_nan_is_no_score() -> None:
@@ -91,27 +72,18 @@ def test_nan_is_no_score() -> None:
 
 def test_ties_count_as_wrong_and_are_counted() -> None:
     items = [item((1,), (2,), (3,)), item((1,), (2, 2), (3,), answer=1)]
-    result = choose(items, score_continuations(uniform_model, items), "sum")
-    assert result.picks == (-1, 1)
-    assert (result.correct, result.ties, result.n) == (1, 1, 2)
+    result = ChoiceResult.of(items, score_continuations(uniform_model, items), "sum")
+    assert result.picks == (None, 1)
+    assert (result.correct, result.as_json()["ties"], result.n) == (1, 1, 2)
     # Per token both candidates of both items have the same probability.
-    per_token = choose(items, [[-2.0, -2.0], [-4.0, -2.0]], "token")
-    assert (per_token.correct, per_token.ties) == (0, 2)
+    assert choose(items, [[-2.0, -2.0], [-4.0, -2.0]], "token") == [None, None]
 
 
 def test_the_three_normalisations_can_disagree() -> None:
     one = item((1,), (2, 2), (3,), (4, 4, 4), characters=(10, 2, 3))
     scores = [[-6.0, -4.0, -9.0]]
-    assert choose([one], scores, "sum").picks == (1,)
-    assert choose([one], scores, "token").picks == (-1,)
-    assert choose([one], scores, "character").picks == (0,)
-
-
-def test_flips_count_changed_picks() -> None:
-    items = [item((1,), (2,), (3,))] * 3
-    before = choose(items, [[0, 1], [1, 0], [1, 1]], "sum")
-    after = choose(items, [[1, 0], [1, 0], [0, 1]], "sum")
-    assert after.flips_from(before) == 2
+    picks = [choose([one], scores, by) for by in ("sum", "token", "character")]
+    assert picks == [[1], [None], [0]]
 
 
 def test_mean_loss_is_weighted_by_token_not_by_row() -> None:

@@ -88,10 +88,10 @@ class Arm:
         scoring = self.settings.scoring
         encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
         sums = self.score(encoded)
-        picks = choose(encoded, sums, self.settings.normalisation).picks
+        picks = choose(encoded, sums, self.settings.normalisation)
         return [
             Answer.of(
-                item, None if pick < 0 else pick, TIE if pick < 0 else LIKELIHOOD,
+                item, pick, TIE if pick is None else LIKELIHOOD,
                 scores=tuple(round(value, 6) for value in scores),
             )
             for item, scores, pick in zip(items, sums, picks, strict=True)
@@ -230,8 +230,7 @@ def encode_choices(
 class Persona:
     """Base and persona as they are given: an adapter to fuse into the base, or a model that has the
     persona already (adapter: None). speaker: the model whose tokenizer and chat template it has.
-
-    Raises: InputError: the persona is neither an adapter nor a model.
+    Both were looked at by `check_persona`.
     """
 
     def __init__(self, model: str, persona: str) -> None:
@@ -239,10 +238,6 @@ class Persona:
         given = user_path(persona)
         self.adapter: Path | None = given if is_adapter(given) else None
         self.speaker = self.base if self.adapter else resolve_model(persona)
-        if not (self.speaker / "config.json").is_file():
-            raise InputError(
-                f"{self.speaker}: neither an adapter ({CONFIG}) nor a model (config.json) is in it"
-            )
 
     def hashes(self, recorded: Callable[[str], str | None], key: str) -> dict[str, str]:
         """Of base, persona (under `key`) and tokenizer. recorded: what the plan of a run that is
@@ -260,6 +255,20 @@ class Persona:
             hashes[key] = model_sha256(self.speaker, key)
         tokenizer = self.speaker / "tokenizer.json"
         return hashes | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
+
+
+def check_persona(model: str, persona: str) -> None:
+    """Raises: InputError: what is here holds no model or, of a persona, no adapter either. What is
+    not here is not asked for: a plan may be for another machine.
+    """
+    either = f"neither an adapter ({CONFIG}) nor a model (config.json)"
+    for words, given, files in (
+        ("no model (config.json)", model, ["config.json"]),
+        (either, persona, [CONFIG, "config.json"]),
+    ):
+        path = user_path(given)
+        if path.exists() and not any((resolve_model(path) / name).is_file() for name in files):
+            raise InputError(f"{path}: {words} is in it")
 
 
 def is_adapter(persona: Path) -> bool:

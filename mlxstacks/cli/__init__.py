@@ -98,7 +98,9 @@ def _system_message(error: OSError) -> str:
 
 def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error") -> int:
     """Say what went wrong on stderr; with --json also as the one document on stdout."""
-    if any(word in ("-v", "-vv", "--verbose") for word in arguments) and code != INTERRUPTED:
+    is_usage = isinstance(sys.exception(), click.UsageError)
+    asked = any(word in ("-v", "-vv", "--verbose") for word in arguments)
+    if asked and code != INTERRUPTED and not is_usage:
         output.write(traceback.format_exc(), error=True)
     # a stranger's file may have written a part of it
     plain = "error: "

@@ -328,6 +328,21 @@ def _temp(chat: Chat, rest: str) -> None:
     chat.say(f"Temperature {sampling.temp:g}: {drawn}.")
 
 
+def _max_tokens(chat: Chat, rest: str) -> None:
+    sampling = chat.conversation.sampling
+    if rest:
+        if not rest.isdecimal() or int(rest) < 1:
+            raise InputError(f"got {rest!r}; /max-tokens takes a number from 1, as 512")
+        chat.conversation.sampling = sampling = replace(sampling, max_tokens=int(rest))
+    chat.say(f"At most {counted(sampling.max_tokens, 'token')} an answer.")
+
+
+def _system(chat: Chat, rest: str) -> None:
+    chat.restart()
+    chat.conversation.begin(rest or None)
+    chat.say(f"A new conversation, {'with this' if rest else 'without a'} system prompt.")
+
+
 def _stats(chat: Chat, rest: str) -> None:
     chat.show(chat_view.stats_table(chat.conversation))
 
@@ -366,6 +381,8 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/compare": SlashCommand("[TEXT]", "base, ungated and routed, side by side", _compare),
     "/new": SlashCommand("", "a new conversation, mode and pins as they are; or /clear, r", _new),
     "/temp": SlashCommand("[NUMBER]", "temperature of what is drawn; 0: the likeliest", _temp),
+    "/max-tokens": SlashCommand("[NUMBER]", "most tokens in an answer", _max_tokens),
+    "/system": SlashCommand("[TEXT]", "a new conversation with this system prompt", _system),
     "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),
     "/save": SlashCommand("FILE", "write the conversation as a row of training data", _save),
     "/load": SlashCommand("FILE", "go on from a conversation that was saved", _load),

@@ -14,6 +14,7 @@ from mlxstacks.recipe.resolve import (
     finished,
     replaced,
     resolve,
+    what_is_kept,
 )
 from mlxstacks.recipe.table import Command, command_named, load
 from mlxstacks.study.render.progress import ProgressBar
@@ -57,7 +58,10 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
         try:
             result, render = _call(name, row, resolved, common)
         except KeyboardInterrupt:
-            _say_what_is_kept(resolved)
+            from mlxstacks.study.render.words import capital
+
+            if kept := what_is_kept(resolved):
+                output.note(f"\n{capital(kept)}.")  # below the terminal's ^C
             raise
     output.emit(result, common.as_json, render)
     failure = getattr(result, "failure", None)
@@ -69,30 +73,6 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     if failure:
         return FAILED
     return _gate(getattr(result, "failed_gate", None))
-
-
-def _say_what_is_kept(resolved: Resolved) -> None:
-    """After Ctrl-C, where the run kept what it had done, or that it wrote nothing."""
-    if resolved.target is None:
-        return
-    if "resume" not in type(resolved.settings).model_fields:
-        if not resolved.target.exists():
-            output.note(f"\nNothing was written to {resolved.target}.")
-        return
-    from mlxstacks.files.outputs import MARK
-    from mlxstacks.study.run_directory import IDENTITY, LOG, work_path
-
-    work = work_path(resolved.target)
-    if not work.is_dir():
-        return
-    begun = {IDENTITY, LOG, MARK}  # what is there before the first state
-    if {path.name for path in work.iterdir()} <= begun:
-        output.note("\nStopped before anything was saved: the same command begins again.")
-    else:
-        output.note(  # below the terminal's ^C
-            f"\nWhat was saved is kept in {work}: the same command resumes; with "
-            "--no-resume it starts again."
-        )
 
 
 def _nano_note(keys: Sequence[str]) -> str:
@@ -150,7 +130,8 @@ def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> 
     from mlxstacks.study.result import RESULT, Result
 
     if resolved.target is not None and (resolved.target / RESULT).is_file():
-        result = Result.open(resolved.target)  # an edited one does not show what it was made to say
+        # an edited one does not show what it was made to say
+        result = Result.read(resolved.target / RESULT).checked(resolved.target.absolute())
         report = result.as_json()
         for reason in result.standing.reasons:
             output.note(f"EXPLORATORY: {reason}")

@@ -31,18 +31,18 @@ from mlxstacks.cli.output import setting
 from mlxstacks.recipe.file import recipe_names
 from mlxstacks.recipe.resolve import nested_key
 from mlxstacks.recipe.spellings import COMMANDS_ELSEWHERE, LETTERS, refusal, spellings
-from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
+from mlxstacks.recipe.table import ALIASES, COMMANDS, DRY_RUN, GROUPS, command_named, load, nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
 
-def common_options(names_recipe: bool = True) -> list[click.Parameter]:
+def common_options(names_recipe: bool = True, dry_run: str = DRY_RUN) -> list[click.Parameter]:
     """Options of every command; `run` names its recipe by position instead."""
     options: list[click.Parameter] = [
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON document."),
-        click.Option(["--dry-run"], is_flag=True, help="Show what would be done; touch nothing."),
+        click.Option(["--dry-run"], is_flag=True, help=dry_run),
         click.Option(
             ["--set", "sets"],
             multiple=True,
@@ -91,7 +91,7 @@ def make_command(name: str) -> "TableCommand":
         name,
         epilog=on_nano if recipe else None,
         flags={key: _flag(key, field) for key, field in settings_class.model_fields.items()},
-        params=[*parameters(settings_class, row.arguments), *common_options()],
+        params=[*parameters(settings_class, row.arguments), *common_options(dry_run=row.dry_run)],
         callback=callback,
         help=row.help,
     )
@@ -323,6 +323,16 @@ class NumberOrNone(click.ParamType):
         return None if value == "none" else self.number.convert(value, param, ctx)
 
 
+class SeveralNumbers(click.ParamType):
+    """A number, or several with commas between: `--ranks 4,8` is `--ranks 4 --ranks 8`."""
+
+    def __init__(self, number: click.ParamType) -> None:
+        self.number, self.name = number, number.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return tuple(self.number.convert(part, param, ctx) for part in str(value).split(","))
+
+
 class SwitchOption(click.Option):
     """A choice that may stand alone for on; `--no-NAME` is off."""
 
@@ -410,6 +420,8 @@ def _option(
         kind = _kind(name, annotation)
         if annotation in (int, float) and optional:
             kind = NumberOrNone(kind)
+        elif annotation in (int, float) and multiple:
+            kind = SeveralNumbers(kind)
     elif hasattr(annotation, "model_fields"):
         return None
     else:

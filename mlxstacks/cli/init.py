@@ -19,7 +19,7 @@ def init_command() -> click.Command:
     return click.Command(
         "init",
         params=[
-            click.Argument(["place"], metavar="[MODEL]", required=False, type=click.Path()),
+            click.Argument(["places"], metavar="[MODEL]", nargs=-1, type=click.Path()),
             click.Option(["-m", "--model"], type=click.Path(), help="Same as MODEL."),
             click.Option(
                 ["--command"], default="train", show_default=True, metavar="COMMAND",
@@ -38,10 +38,16 @@ def init_command() -> click.Command:
 
 
 def _init(
-    place: str | None, model: str | None, command: str, save_path: str | None, force: bool
+    places: tuple[str, ...], model: str | None, command: str, save_path: str | None, force: bool
 ) -> int:
     from mlxstacks.recipe.starter import starter
+    from mlxstacks.recipe.table import COMMANDS
 
+    if (words := " ".join(places)) in COMMANDS and not Path(words).exists():
+        raise click.UsageError(f'{words} is a command: `mlxstacks init --command "{words}"`')
+    if len(places) > 1:
+        raise click.UsageError(f"got {len(places)} models: {', '.join(places)}")
+    place = places[0] if places else None
     if None not in (place, model) and place != model:
         raise click.UsageError(f"model is given twice: {place!r}, and {model!r} by --model")
     model = place or model

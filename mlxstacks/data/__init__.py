@@ -14,15 +14,16 @@ from mlxstacks.data.domain import (
 from mlxstacks.data.encode import (
     ChatTokenizer,
     EncodedPairs,
+    EncodedPrompts,
     EncodedRows,
     encode_examples,
     encode_messages,
     encode_pairs,
+    encode_prompts,
     encode_record,
 )
 from mlxstacks.data.examples import Example, as_messages
 from mlxstacks.data.json_rows import numbered_records, read_records
-from mlxstacks.data.prompts import EncodedPrompts, encode_prompts
 from mlxstacks.data.rows import Batch, Row, batch_at, make_batch, pack_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.data.sources import train_data_paths, train_data_settings

@@ -4,7 +4,7 @@ A hash of their content, and nothing else, decides which rows are for validation
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,15 @@ def split_ids(data: DomainData) -> dict[str, list[str]]:
 def read_domains(
     domains: Mapping[str, DomainDataSettings],
     root: Path,
-    trained: Collection[str] | None = None,
     *,
     tokenizer: Any = None,
     stored: Mapping[str, SplitIds] | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> dict[str, DomainData]:
     """Read, clean and split every domain.
 
-    root: relative paths of sources are taken from here. trained: domains that decontamination may
-    move rows to; default: all that are read. tokenizer: its special tokens are stripped too.
+    root: relative paths of sources are taken from here. tokenizer: its special tokens are
+    stripped too.
     stored: domain -> split (as `split_ids` gives it) that is restored instead of made again.
-    progress: called with the label of each source before it is read.
 
     Laws: nothing depends on the order of domains, sources or rows (rows under a cap aside, which
     takes the first); no row of a validation set is in any training set, its own domain's or
@@ -69,12 +66,10 @@ def read_domains(
     reports: dict[str, dict[str, Any]] = {}
     only: dict[str, dict[str, set[str]]] = {}
     for name, settings in domains.items():
-        examples[name], reports[name], only[name] = _read_domain(
-            name, settings, root, tokens, progress
-        )
+        examples[name], reports[name], only[name] = _read_domain(name, settings, root, tokens)
     modes = {name: settings.decontaminate for name, settings in domains.items()}
     fixed = {name: {*ids["train"], *ids["validation"]} for name, ids in stored.items()}
-    moved = move_rows(examples, modes, domains if trained is None else trained, fixed)
+    moved = move_rows(examples, modes, domains, fixed)
     split = {
         name: apply_split(rows.values(), stored[name], name)
         if name in stored
@@ -117,13 +112,13 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
                 reports[part].append(report)
     train, validation = rows.values()
     if hold_out and not validation:
-        rows_read = len(train)
+        rows_read, different = len(train), _different(train, settings)
         train, validation = divide(train, settings)
         if not train or not validation:
             if settings.validation_rows is not None:
                 raise InputError(
                     f"validation_rows is {settings.validation_rows:,}; the sources have "
-                    f"{rows_read:,} usable rows, and some have to be left to train on"
+                    f"{rows_read:,} usable rows ({different}), and some have to be left to train on"
                 )
             train, validation = [*train, *validation], []
     trained = {row.row_id for row in train}
@@ -156,7 +151,6 @@ def _read_domain(
     settings: DomainDataSettings,
     root: Path,
     tokens: Collection[str],
-    progress: Callable[[str], None] | None,
 ) -> tuple[dict[str, Example], dict[str, Any], dict[str, set[str]]]:
     """(examples by row id, report, part -> row ids that no source has for the other part)."""
     examples: dict[str, Example] = {}
@@ -164,8 +158,6 @@ def _read_domain(
     sources = []
     repeated = 0
     for source in settings.sources:
-        if progress:
-            progress(f"{name}: {source.label}")
         try:
             rows, report = read_source(source, settings, root, tokens)
         except InputError as error:
@@ -285,17 +277,16 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
         train, validation = divide(rows, settings.model_copy(update={"validation_rows": 1}))
     if not train or not validation:
         empty = "validation" if train else "training"
-        keys = {split_key(row, settings) for row in rows}
-        what = "rows" if settings.split_by == "row" else "prompts or passages"
-        if len(keys) < 2:
+        different = _different(rows, settings)
+        if len({split_key(row, settings) for row in rows}) < 2:
             raise InputError(
-                f"domain {name}: has {len(keys)} different {what} in {len(rows)} rows; it needs 2 "
-                "at least: one to train on, one to validate with"
+                f"domain {name}: {different}; at least 2 are needed, one to train on and one to "
+                "validate with"
             )
         name_set = "validation_rows" if settings.validation_rows else "validation_fraction"
         raise InputError(
             f"domain {name}: {name_set} {getattr(settings, name_set)} leaves no {empty} row of "
-            f"{len(rows)} ({len(keys)} different {what}); set validation_rows to a number below "
+            f"{len(rows)} ({different}); set validation_rows to a number below "
             "that, another validation_fraction, or split_by: row"
         )
     return train, validation
@@ -320,6 +311,11 @@ def divide(rows: Sequence[Example], settings: DomainDataSettings) -> Split:
     for row, key in zip(rows, keys, strict=True):
         parts[key in held_out].append(row)
     return parts
+
+
+def _different(rows: Iterable[Example], settings: DomainDataSettings) -> str:
+    what = "rows" if settings.split_by == "row" else "prompts or passages"
+    return f"different {what}: {len({split_key(row, settings) for row in rows}):,}"
 
 
 def split_key(example: Example, settings: DomainDataSettings) -> str:

@@ -195,6 +195,16 @@ class DomainDataSettings(Settings):
         return self
 
 
+# A plain path, or several, stand for data of these sources.
+DomainData = Annotated[
+    DomainDataSettings,
+    BeforeValidator(
+        lambda value: {"sources": value} if isinstance(value, str | list | tuple) else value,
+        json_schema_input_type=DomainDataSettings | str | list[str],
+    ),
+]
+
+
 class TrainDataSettings(DomainDataSettings):
     """The data of `mlxstacks train`. As in mlx-lm, rows stay as they are written, long or short."""
 

@@ -56,7 +56,8 @@ from mlxstacks.ops.affine import Array
 WEIGHTS = "adapters.safetensors"
 
 _NOT_LORA = {
-    "full": "a full fine-tune has no low-rank delta; its weights are a model of their own",
+    "full": "a full fine-tune has no low-rank delta; its weights are a model of their own, which "
+    "`mlx_lm.fuse` writes",
 }
 _LEAVES = ("lora_a", "lora_b")
 _MAGNITUDE = "m"

@@ -20,9 +20,9 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -334,20 +334,34 @@ def weights_sha256(files: Sequence[Path], tensors: Mapping[str, TensorInfo]) -> 
     # Again, since a link or a chmod by another process changes ctime too.
     for _ in range(_MOST_READS):
         now_ns = time.time_ns()
-        state, changed_ns = _state(files)
+        state, changed_ns = _state(_numbers(files))
         if digest := _known.get(state) or _entries().get(state):
             return digest
         digest = _hash(files, tensors)
-        if _state(files)[0] == state:
+        if _state(_numbers(files))[0] == state:
             if changed_ns + CLOCK_STEP_NS < now_ns:
                 _remember(state, digest)
             return digest
     raise CheckpointError(f"{files[0].parent}: changed each time it was read; {AGAIN}")
 
 
-def _state(files: Sequence[Path]) -> tuple[str, int]:
-    """Name of the state of all files, and when the last of them was changed (ns since 1970)."""
-    states, changed_ns = [], 0
+@contextmanager
+def linking(files: Sequence[Path]) -> Iterator[None]:
+    """A block that gives `files` further names, which changes their ctime and no byte: what is
+    known of them stays known, if all else about them is as it was.
+    """
+    before = _numbers(files)
+    yield
+    after = _numbers(files)
+    if [numbers[:-1] for numbers in before] == [numbers[:-1] for numbers in after]:
+        state = _state(before)[0]
+        if before != after and (digest := _known.get(state) or _entries().get(state)):
+            _remember(_state(after)[0], digest)
+
+
+def _numbers(files: Sequence[Path]) -> list[tuple[Any, ...]]:
+    """Of each file: resolved path, device, inode, size, mtime, ctime."""
+    states = []
     for path in sorted(files):
         try:
             info = os.stat(path)
@@ -355,8 +369,13 @@ def _state(files: Sequence[Path]) -> tuple[str, int]:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}; {AGAIN}") from None
         numbers = info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-        states.append([place, *numbers])
-        changed_ns = max(changed_ns, info.st_ctime_ns)
+        states.append((place, *numbers))
+    return states
+
+
+def _state(states: Sequence[tuple[Any, ...]]) -> tuple[str, int]:
+    """Name of the state of all files, and when the last of them was changed (ns since 1970)."""
+    changed_ns = max((numbers[-1] for numbers in states), default=0)
     return hashlib.sha256(json.dumps(states).encode()).hexdigest(), changed_ns
 
 

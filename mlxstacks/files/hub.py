@@ -114,7 +114,8 @@ def _snapshot(hub_id: str, sidecars: bool) -> Path:
                 f"the download failed ({(str(error).splitlines() or [type(error).__name__])[0]})"
             )
             reason = reason.replace("(Got: ", "(")  # the hub client's
-    download = command_line("hf download", hub_id)
+    owned = hub_id if "/" in hub_id else f"OWNER/{hub_id}"
+    download = command_line("hf download", owned)
     raise CheckpointError(
         f"{hub_id}: no such directory here, not in the Hugging Face cache, and {reason}. Give a "
         f"model's directory, or download it where there is a network: `{download}`"

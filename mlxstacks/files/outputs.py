@@ -215,8 +215,8 @@ def check_target(
             if any(resolved.iterdir()):  # an empty directory holds nothing to lose
                 check_replaceable(resolved, owned)  # first: to some --force would be no advice
                 if not force:
-                    names = (f"{resolved.name}-{number}" for number in itertools.count(2))
-                    free = next(n for n in names if not os.path.lexists(resolved.parent / n))
+                    others = (f"{target}-{number}" for number in itertools.count(2))
+                    free = next(other for other in others if not os.path.lexists(other))
                     raise TargetError(
                         f"{resolved}: exists; choose another target with --save-path ({free} is "
                         "free), or --force to replace it"

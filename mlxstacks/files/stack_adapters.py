@@ -390,4 +390,5 @@ def _import_notes(
     if base == "overridden":
         yield "the adapter was trained on another base; the store keeps that mark"
     if not exact:
-        yield f"numbers were rounded to {storage}; the most changed tensor by {rounding:.2g} of it"
+        percent = f"{100 * rounding:.2g}%"
+        yield f"numbers were rounded to {storage}, by at most {percent} of a tensor's norm"

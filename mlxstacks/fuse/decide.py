@@ -5,7 +5,7 @@ sample of rows; where it says that `nearest` might do, all rows are read before 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -69,7 +69,8 @@ def decide(
 
     estimate_all: estimate what was chosen even where the choice needed no estimate (a dry run).
     """
-    sample = _Sample(module)
+    estimates = estimate_all or settings.requant in ("auto", "promote")
+    sample = _Sample(module, None if estimates else 1)
     choice = Choice({})
     for stage in sorted(module.stages):
         sample.take_delta(stage)
@@ -323,6 +324,8 @@ class _Sample:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             sums = sum((s for _, s in self._apply(decision, True)), Sums())
         check_delta(self.module.path, sums)
+        if not np.isfinite(sums.fused_fused):  # beyond the range of the dtype: it keeps nothing
+            sums = replace(sums, fused_delta=0.0, fused_fused=0.0, error_error=sums.delta_delta)
         return fidelity(sums)
 
     def advance(self, decision: Decision) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.checkpoint import Checkpoint, linking
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.shards import ShardHeader, ShardPatcher, ShardWriter
 from mlxstacks.files.side_files import clone, clone_or_link
@@ -180,12 +180,13 @@ def write_shards(
     touched = touched_files(works)
     rewritten = [header for header in checkpoint.headers if header.path in touched]
     files: list[dict[str, object]] = []
-    for header in checkpoint.headers:
-        if header.path not in touched:
-            target = directory / header.path.name
-            how = clone_or_link(header.path, target, copy=settings.copy_shards)
-            written = header.file_bytes if how == "copied" else 0
-            files.append({"name": header.path.name, "how": how, "written_bytes": written})
+    with linking([header.path for header in checkpoint.headers]):
+        for header in checkpoint.headers:
+            if header.path not in touched:
+                target = directory / header.path.name
+                how = clone_or_link(header.path, target, copy=settings.copy_shards)
+                written = header.file_bytes if how == "copied" else 0
+                files.append({"name": header.path.name, "how": how, "written_bytes": written})
 
     def copy_untouched(header: ShardHeader) -> None:
         replaced = {info.name for work in works for info in work.module.tensors()}

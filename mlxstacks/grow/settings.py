@@ -33,8 +33,8 @@ class GrowSettings(RouteGapsSettings, RouteSettings):
     rows: int = Field(500, ge=20, description="Maximum rows to ask for.")
     routing_data: str | None = Field(
         None,
-        description="Directory of NAME.jsonl files, as `route discover --data`: prompts of the "
-        "domains that are there. Default: the rows of the store's domains.",
+        description="Directory of NAME.jsonl files, as `mlxstacks route discover --data DIR` "
+        "takes: prompts of the domains that are there. Default: the rows of the store's domains.",
     )
     stored_data: str | None = Field(
         None,

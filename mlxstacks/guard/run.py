@@ -114,7 +114,7 @@ class GuardReport:
     def failed_gate(self) -> str | None:
         if self.outcome != "refused" or self.settings["force"]:
             return None
-        return f"{self.verdict} (--force ends with 0 all the same)"
+        return f"{self.verdict} (--force lets it pass all the same)"
 
     @property
     def apply(self) -> dict[str, Any]:
@@ -273,6 +273,9 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     change = (
         None if outcome == "fits" else _cheapest_change(config, settings, limit, prediction, step)
     )
+    machine = memory.host_memory_bytes()
+    if limit.nbytes is None and machine and (prediction.nbytes or 0) > machine:
+        verdict += f", more than the {bytes_in_words(machine)} of this machine"
     return GuardReport(
         settings=settings.model_dump(mode="json"),
         config=where,
@@ -445,6 +448,11 @@ def _bound(
 
 
 def _notes(settings: GuardSettings, limit: Limit, prediction: Prediction) -> Iterator[str]:
+    if not {"batch_size", "base"} & settings.model_fields_set:
+        yield (
+            "For a batch of 1 and the base as stored; train has 4 rows a batch and, on a CPU, the "
+            "base in float32: --batch-size 4 --base float32."
+        )
     if not limit.known:
         yield (
             f"The limit is the usual {limit.buffers:,}: this device names none. "

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from mlxstacks.layers.settings import LayersText, StackSettings
-from mlxstacks.settings import Settings
+from mlxstacks.settings import ResourceLimit, Settings, WorkingSetBytes
 
 OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
 CheckpointingName = Literal["none", "layers", "mlx"]
@@ -26,7 +26,9 @@ class GuardSettings(Settings):
     )
     max_seq_length: int = Field(2048, ge=1, description="Tokens in the longest row.")
     # Above that MLX's shapes, of 32 bits, overflow.
-    batch_size: int = Field(1, ge=1, le=1_000_000, description="Rows per batch.")
+    batch_size: int = Field(
+        1, ge=1, le=1_000_000, description="Rows per batch; `mlxstacks train` has 4."
+    )
     grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
     rank: int = Field(8, ge=1, description="Adapter rank; stacks have their own.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Adapter dropout; stacks have their own.")
@@ -52,13 +54,15 @@ class GuardSettings(Settings):
         "Repeatable. Default: the usual ones.",
     )
     base: Literal["stored", "float32"] = Field(
-        "stored", description="How the frozen base computes: as stored or in float32."
+        "stored",
+        description="How the frozen base computes: as stored, or in float32, as `mlxstacks train` "
+        "does on a CPU.",
     )
     optimizer: OptimizerName = Field("adamw", description="Optimizer whose state is counted.")
     checkpointing: CheckpointingName = Field(
         "none",
         description="Recomputation in the backward pass. none; layers: each decoder layer; mlx: "
-        "mlx-lm's --grad-checkpoint.",
+        "as mlx-lm's trainer.",
     )
     compile: bool = Field(False, description="Compile the whole step with mx.compile.")
     recurrence: RecurrenceName = Field(
@@ -82,12 +86,8 @@ class GuardSettings(Settings):
     decode_with: DecodeName = Field(
         "stream", description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator."
     )
-    resource_limit: int | None = Field(
-        None, ge=1, description="Limit on live buffers per process. Default: the device's."
-    )
-    working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
-    )
+    resource_limit: ResourceLimit = None
+    working_set_bytes: WorkingSetBytes = None
     apply: bool = Field(False, description="Print only the settings that fit.")
     force: bool = Field(False, description="Exit with 0 even if the run would be refused.")
 

@@ -28,6 +28,7 @@ from mlxstacks.layers.moe_lora import Form, Rows, packed_b
 from mlxstacks.layers.packed_rows import FEW_ROWS, RowViews, add_few, many_delta, row_views
 from mlxstacks.layers.selection import Selection, StackId
 from mlxstacks.ops.expert_delta import expert_delta
+from mlxstacks.ops.low_rank_kernels import products_on_cpu
 from mlxstacks.ops.stack_sum import stack_sum
 
 
@@ -75,6 +76,10 @@ class Segment:
         nothing where it is None.
     views: what packed_rows.py needs, where it applies. buffers: the arrays with memory of their
         own, of which the others are views. All these are set by `pack` and `_weigh`.
+    answers: (B, 1) bool, the sequences that these stacks answer, or None for all. What others are
+        given does not depend on them, not even where they are Inf or NaN.
+    chosen: (B, 1) uint32, (S, K, R), (S, R, N): each sequence has one of S plain stacks of this
+        shape in place of the stack here; or None. Per expert (S*M, R, K) and (S*M, N, R).
     """
 
     shape: StackShape
@@ -87,11 +92,19 @@ class Segment:
     column: mx.array | None = None
     views: RowViews | None = None
     buffers: tuple[mx.array, ...] = ()
+    answers: mx.array | None = None
+    chosen: tuple[mx.array, mx.array, mx.array] | None = None
 
     @property
     def nbytes(self) -> int:
         routers = 0 if self.routers is None else self.routers.nbytes
         return self.a_all.nbytes + self.b_all.nbytes + routers
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is as LoRA: no router, and a pair of its own for each base expert."""
+        alone = self.routers is None and self.shape.latent is None
+        return alone and self.a_all.shape[:-2] == self.b_all.shape[:-2]
 
     def stack(self, index: int) -> FrozenStack:
         """The index-th stack, taken out. Law: packing it again gives the same bytes."""
@@ -243,19 +256,14 @@ class PackedStacks:
         """The summed delta (..., N) in the dtype of x (..., K); None when no stack is served."""
         total = None
         for segment in self._served:
-            delta = _delta(segment, x, rows)
+            delta = _where_answered(segment, x, rows, _delta(segment, x, rows), mx.array(0.0))
             total = delta if total is None else total + delta
         return total
 
     def add_to(self, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
         """y (..., N) plus the summed delta for x (..., K); cheaper than making that first."""
         for segment in self._served:
-            views = segment.views
-            if views is not None and y.dtype == mx.float32 and _takes_few(segment, x, y):
-                top_k = segment.shape.top_k
-                y = add_few(y, x, views, top_k, *_factor_and_weights(segment, x, rows))
-            else:
-                y = y + _delta(segment, x, rows).astype(y.dtype)
+            y = _where_answered(segment, x, rows, _added(segment, y, x, rows), y)
         return y
 
 
@@ -269,10 +277,33 @@ def _serve(segment: Segment, selection: Selection, dtype: mx.Dtype | None) -> Se
     return pack([segment.stack(index) for index in kept], weights, dtype)
 
 
-def _takes_few(segment: Segment, x: mx.array, y: mx.array) -> bool:
-    """Whether y can be added to row by row: few rows, and a row of y for each of x."""
-    few = 0 < x.size <= FEW_ROWS * x.shape[-1] and x.dtype == mx.float32
-    return few and segment.shape.latent is None and x.shape[:-1] == y.shape[:-1]
+def _where_answered(
+    segment: Segment, x: mx.array, rows: Rows, new: mx.array, old: mx.array
+) -> mx.array:
+    """`new` for the rows of x that the segment answers, `old` for the others."""
+    if segment.answers is None:
+        return new
+    return mx.where(row_weights(segment.answers, x, rows), new, old)
+
+
+def _added(segment: Segment, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
+    """y (..., N) plus the delta for x (..., K), for all rows."""
+    shape, views = segment.shape, segment.views
+    by_row = shape.latent is None and x.shape[:-1] == y.shape[:-1] and x.size > 0
+    if by_row and segment.chosen is None and x.dtype == y.dtype == mx.float32:
+        if views is not None and x.size <= FEW_ROWS * x.shape[-1]:
+            return add_few(y, x, views, shape.top_k, *_factor_and_weights(segment, x, rows))
+        if (
+            segment.is_plain
+            and segment.a_all.ndim == 2
+            and segment.a_all.dtype == segment.b_all.dtype == mx.float32
+        ):
+            z = x @ segment.a_all.T  # (..., S*R)
+            if segment.weights is not None and segment.factor == 1:
+                by_stack = mx.unflatten(z, -1, (len(segment.ids), -1))
+                z = (by_stack * row_weights(segment.weights, x, rows)[..., None]).reshape(z.shape)
+            return mx.addmm(y, z, segment.b_all.T, alpha=shape.scale * segment.factor)
+    return y + _delta(segment, x, rows).astype(y.dtype)
 
 
 def _factor_and_weights(segment: Segment, x: mx.array, rows: Rows) -> tuple[float, mx.array | None]:
@@ -290,6 +321,17 @@ def _factor_and_weights(segment: Segment, x: mx.array, rows: Rows) -> tuple[floa
 def _delta(segment: Segment, x: mx.array, rows: Rows) -> mx.array:
     shape, dtype = segment.shape, x.dtype
     weights = None if segment.weights is None else row_weights(segment.weights, x, rows)
+    if segment.chosen is not None:
+        own = row_weights(segment.chosen[0], x, rows)[..., 0, 0]  # (B, ...), one for each matrix
+        x, down, up = products_on_cpu(x, *segment.chosen[1:])
+        if shape.form == "per_expert":
+            assert rows.indices is not None
+            own = own * segment.a_all.shape[0] + rows.indices
+            delta = expert_delta(x, down, up, own, None, shape.scale, False)
+        else:
+            z = mx.gather_mm(x, down, rhs_indices=own)
+            delta = shape.scale * mx.gather_mm(z, up, rhs_indices=own)
+        return (delta if weights is None else delta * weights).astype(dtype)
     if shape.latent is not None:
         x = x.astype(mx.float32) @ shape.latent.d_in.T  # (..., l)
     if segment.views is not None and x.dtype == mx.float32:

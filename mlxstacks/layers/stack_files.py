@@ -7,13 +7,13 @@
 attaches places for every enabled stack and fills them.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import __version__
-from mlxstacks.errors import InputError, StoreError
+from mlxstacks.errors import StoreError
 from mlxstacks.files.manifest import StackRecord
 from mlxstacks.files.stack_file import ProjectionShape, StackFile, StackHeader
 from mlxstacks.files.store import Store
@@ -39,7 +39,6 @@ def header_of(
     base_model: str,
     base_fingerprint: str,
     data_sha256: Mapping[str, str] | None = None,
-    shared_sha256: str | None = None,
 ) -> StackHeader:
     """The header of a frozen stack. dims: of the base projection at each path."""
     stack_id = next(iter(parts.values())).id
@@ -56,7 +55,6 @@ def header_of(
         storage=settings.storage,
         data_sha256=dict(data_sha256 or {}),
         code_version=__version__,
-        shared_sha256=shared_sha256,
     )
 
 
@@ -151,23 +149,17 @@ class SharedPairs:
 
 
 def serve(
-    model: nn.Module,
-    store: Store,
-    names: Collection[str] | None = None,
-    *,
-    base_fingerprint: str | None = None,
+    model: nn.Module, store: Store, *, base_fingerprint: str | None = None
 ) -> list[StackRecord]:
-    """Attach places for a store's stacks, and fill them in the store's order; returns their
+    """Attach places for a store's enabled stacks, and fill them in the store's order; returns their
     records.
 
-    names: domains or stacks, enabled or not; default: every enabled one.
     base_fingerprint: of the model, to be compared with the store's.
-    Raises: StoreError: another base, a damaged file, paths that the model lacks. InputError: a name
-        that is none of the store's.
+    Raises: StoreError: another base, a damaged file, paths that the model lacks.
     """
     if base_fingerprint is not None:
         store.check_base(base_fingerprint)
-    records = _chosen(store, names)
+    records = store.enabled_stacks()
     pairs = SharedPairs(store)
     files = [store.read_stack(record) for record in records]
     try:
@@ -177,19 +169,6 @@ def serve(
     except ValueError as error:
         raise StoreError(f"{store.path}: {error}") from error
     return records
-
-
-def _chosen(store: Store, names: Collection[str] | None) -> list[StackRecord]:
-    if names is None:
-        return store.enabled_stacks()
-    stacks = store.manifest.stacks
-    known = {name for stack in stacks for name in (stack.name, stack.domain)}
-    known |= {domain.name for domain in store.manifest.domains}
-    strange = sorted(set(names) - known)
-    if strange:
-        there = ", ".join(domain.name for domain in store.manifest.domains) or "none"
-        raise InputError(f"{store.path}: no domain or stack {', '.join(strange)} (there: {there})")
-    return [stack for stack in stacks if stack.name in names or stack.domain in names]
 
 
 def attach_paths(model: nn.Module, paths: Iterable[str]) -> None:

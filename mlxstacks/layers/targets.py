@@ -55,7 +55,10 @@ def find_targets(model: nn.Module, settings: TargetSettings | None = None) -> li
         names = (*USUAL, *(SMALL if settings.small_projections else ()))
     else:
         problems += [
-            line for name in dict.fromkeys(names) if (line := _unmatched(name, wanted, everything))
+            line
+            for name in dict.fromkeys(names)
+            # where no layer is there, it is told of a name only whether any layer has it
+            if (line := _unmatched(name, wanted or everything, everything))
         ]
     found = [target for target in wanted if any(_ends_with(target.name, n) for n in names)]
     if not found and not problems:

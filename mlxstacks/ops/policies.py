@@ -34,6 +34,7 @@ from mlxstacks.ops.affine import (
 )
 
 PROMOTED_BITS = (4, 5, 6, 8)
+_SMALLEST_NORMAL = np.float32(2**-14)  # of F16; below it roundings are larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,33 @@ def refit_and_control(
     """
     bits, dtype = change.bits or groups.bits, groups.dtype
     base = dequantize(groups.codes, groups.scales, groups.biases, dtype)
-    at_zero = None
-    if control:
-        at_zero = Groups(*quantize(base, bits, dtype, _extremes(groups)), bits, dtype)
+    at_zero = _refit_of_zeros(groups, base, bits) if control else None
     rounded = change.rounded_delta
     if rounded is None:
         rounded = round_to(change.delta.copy(), dtype)
     target = np.add(base, rounded, out=base)
     return Groups(*quantize(round_to(target, dtype), bits, dtype), bits, dtype), at_zero
+
+
+def _refit_of_zeros(groups: Groups, base: Array, bits: int) -> Groups:
+    """`refit` of a delta of zero. base: (G, group_size) float32, `groups` in their dtype.
+
+    Only groups that may change are quantized. Most get the grid that they have; there, a value in
+    BF16, of which each rounding moves a number by 1/256 of itself at most, has its own code again
+    while those three parts of a step are less than a half together.
+    """
+    low, high = _extremes(groups)
+    scales, biases = fit_grid(base, bits, (low, high))
+    new_scales, new_biases = (round_to(ends.copy(), groups.dtype) for ends in (scales, biases))
+    steps, largest = np.abs(groups.scales), np.maximum(np.abs(low), np.abs(high))
+    stays = (new_scales == groups.scales) & (new_biases == groups.biases) & (bits == groups.bits)
+    stays &= (2 << bits) * steps + np.abs(groups.biases) + largest <= 120 * steps
+    stays &= steps > _SMALLEST_NORMAL
+    # Taking rows apart costs more than it saves where most of them are taken.
+    rows = np.flatnonzero(~stays) if 2 * stays.sum() > stays.size else slice(None)
+    codes = groups.codes.copy()
+    codes[rows] = nearest_codes(base[rows], scales[rows], biases[rows], bits)
+    return Groups(codes, new_scales, new_biases, bits, groups.dtype)
 
 
 def _extremes(groups: Groups) -> tuple[Array, Array]:

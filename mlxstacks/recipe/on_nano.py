@@ -10,6 +10,15 @@ from typing import Any
 Prepared = tuple[Any, dict[str, Any]]
 
 
+def _holds_its_domains(store_path: str) -> bool:
+    """Whether nano's data has rows of each domain of a store; others bring their own."""
+    from mlxstacks.files.store import Store
+    from mlxstacks.nano.exports import nano_paths
+
+    rows = {path.stem for path in nano_paths().routing_path.glob("*.jsonl")}
+    return {domain.name for domain in Store.open(store_path).manifest.domains} <= rows
+
+
 def route(settings: Any, dry_run: bool = False) -> Prepared:
     """nano's model for a store whose base is nano, where no model is named; and nano's routing data
     and its held-out domain, where the command reads such and none are given.
@@ -24,7 +33,8 @@ def route(settings: Any, dry_run: bool = False) -> Prepared:
     if model is None:
         return settings, {}
     update: dict[str, Any] = {"model": str(model)}
-    if "sources" in values and not (values["data"] or values["sources"]):
+    is_read = "sources" in values and not (values["data"] or values["sources"])
+    if is_read and _holds_its_domains(settings.store_path):
         update["data"] = str(nano_paths().routing_path)
         if "unseen" in values and not values["unseen"]:
             trained = Store.open(values["store_path"]).manifest.domain_named(HELD_OUT)
@@ -57,11 +67,9 @@ def distill(settings: Any, dry_run: bool = False) -> Prepared:
     model = nano_model(settings.store_path)
     if model is None:
         return settings, {}
-    given = {
-        "model": settings.model or str(model),
-        "teacher": settings.teacher or str(model),
-        "data": settings.data or str(nano_paths().routing_path),
-    }
+    given = {"model": settings.model or str(model), "teacher": settings.teacher or str(model)}
+    if not settings.data and _holds_its_domains(settings.store_path):
+        given["data"] = str(nano_paths().routing_path)
     return settings.model_copy(update=given), {}
 
 
@@ -72,11 +80,10 @@ def grow(settings: Any, dry_run: bool = False) -> Prepared:
     model = None if settings.model else nano_model(settings.store_path)
     if model is None:
         return settings, {}
-    given = {
-        "model": str(model),
-        "routing_data": settings.routing_data or str(nano_paths().routing_path),
-        "stored_data": settings.stored_data or str(nano_paths().curriculum_path),
-    }
+    given = {"model": str(model)}
+    if _holds_its_domains(settings.store_path):
+        given["routing_data"] = settings.routing_data or str(nano_paths().routing_path)
+        given["stored_data"] = settings.stored_data or str(nano_paths().curriculum_path)
     return settings.model_copy(update=given), {}
 
 
@@ -88,8 +95,10 @@ def stacks_analyse(settings: Any, dry_run: bool = False) -> Prepared:
     model = nano_model(settings.store_path) if unsaid else None
     if model is None:
         return settings, {}
-    data = settings.data or str(nano_paths().curriculum_path)
-    return settings.model_copy(update={"model": str(model), "data": data}), {}
+    update = {"model": str(model)}
+    if not settings.data and _holds_its_domains(settings.store_path):
+        update["data"] = str(nano_paths().curriculum_path)
+    return settings.model_copy(update=update), {}
 
 
 def sweep(settings: Any, dry_run: bool = False) -> Prepared:

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, TargetError
@@ -122,7 +122,8 @@ def resolve(
         values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
-    places = {**dict.fromkeys(written, where), "": where}
+    # A fault of several keys may be of what was given beside the recipe.
+    places = {**dict.fromkeys(written, where), "": "" if {*pairs, *options} - PLACES else where}
     settings = validate(settings_class, values, places, name)
     missing = [key for key in row.needs if getattr(settings, key) is None]
     if missing:
@@ -199,6 +200,8 @@ def validate(
         for detail in error.errors():
             if detail["loc"][-1:] == ("str",) and isinstance(detail["input"], dict):
                 continue
+            if detail["type"] == "too_short" and detail["input"]:  # each item's fault is told
+                continue
             location = [part for part in detail["loc"] if not _FORM.fullmatch(str(part))]
             place = places.get(str(location[0]) if location else "", "")
             problems.append(place + _explain(settings_class, dict(detail), location, command))
@@ -244,6 +247,9 @@ def _explain(
         # a nested setting has no option of its own
         option = "" if "." in key else f"--{key.replace('_', '-')}, "
         return f"{key} is missing; give {option}--set {key}=... or a recipe"
+    if detail["type"] == "model_type":
+        keys = ", ".join(_keys_at(settings_class, location))
+        return f"{key}: got {shown(detail['input'])}; give keys with values (known: {keys})"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not key:
         return message
@@ -270,25 +276,28 @@ def shown(value: Any) -> str:
 
 
 def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -> list[str]:
-    """Known keys of a nested settings model."""
-    from pydantic import BaseModel
-
+    """Known keys of a nested settings model, or of one that is an item of a list."""
     current: Any = settings_class
     for part in location:
-        known = getattr(current, "model_fields", {}).get(part)
-        annotation = known.annotation if known else None
-        candidates = [annotation, *get_args(annotation)]
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return []
-        current = models[0]
-    return list(current.model_fields)
+        if isinstance(part, str):
+            known = getattr(current, "model_fields", {}).get(part)
+            current = next(_models_in(known.annotation), None) if known else None
+    return list(getattr(current, "model_fields", ()))
+
+
+def _models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
 
 
 def nested_key(settings_class: "type[BaseModel]", key: str) -> str | None:
     """`train.rank` for `rank`, where settings that are nested in these have that key."""
     outer = (
-        name for name in settings_class.model_fields if key in _keys_at(settings_class, [name])
+        name
+        for name, field in settings_class.model_fields.items()
+        if get_origin(field.annotation) is not tuple and key in _keys_at(settings_class, [name])
     )
     return next((f"{name}.{key}" for name in outer), None)
 
@@ -306,13 +315,15 @@ def _with_nano(
     empty = tuple(key for key in row.nano if getattr(settings, key) in (None, ()))
     if "persona" in row.nano and "persona" not in empty:  # nano's rows and prompts are of nano's
         empty = tuple(key for key in empty if key not in _OF_THE_PERSONA)
+    domains = getattr(getattr(settings, "run", settings), "domains", ())
+    own_model = "model" in row.nano and "model" not in empty
+    # a comparison's domains may be of nano's data in parts
+    if domains and all(getattr(domain, "data", None) for domain in domains):
+        empty = tuple(key for key in empty if key != "data" or not (own_model or name == "stack"))
     if not empty:
         return settings, ()
-    if "model" in row.nano and "model" not in empty:
-        domains = getattr(getattr(settings, "run", settings), "domains", ())
-        listed = bool(domains) and all(getattr(domain, "data", None) for domain in domains)
-        optional = (*row.optional, "data") if listed else row.optional
-        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in optional]
+    if own_model:
+        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
         model = user_path(str(settings.model))  # type: ignore[attr-defined]
         if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
             raise InputError(
@@ -423,6 +434,25 @@ def call(
     if target is not None and target.is_dir():
         mark_bare(target)
     return result
+
+
+def what_is_kept(resolved: Resolved) -> str:
+    """After an interrupt: where the run kept what it had done, or that it wrote nothing."""
+    from mlxstacks.files.outputs import MARK
+    from mlxstacks.study.run_directory import IDENTITY, LOG, work_path
+
+    if resolved.target is None:
+        return ""
+    if "resume" not in type(resolved.settings).model_fields:
+        return "" if resolved.target.exists() else f"nothing was written to {resolved.target}"
+    work = work_path(resolved.target)
+    if not work.is_dir():
+        return ""
+    begun = {IDENTITY, LOG, MARK}  # what is there before the first state
+    if {path.name for path in work.iterdir()} <= begun:
+        return "nothing was saved yet: the same command begins again"
+    again = "the same command resumes; with --no-resume it starts again"
+    return f"what was saved is kept in {work}: {again}"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "model": ("--model-name", "--model-name-or-path"),
         "store_path": ("--store",),
         "adapter_path": ("--adapter",),
-        "save_path": ("--output-dir", "--output-path", "-o"),
+        "save_path": ("--output-dir", "--output-path", "--output", "--out-dir", "--out", "-o"),
         "max_tokens": ("--max-new-tokens",),
         "temp": ("--temperature",),
         "system_prompt": ("--system-instruction",),
@@ -40,6 +40,11 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
     },
     "train": {"save_path": ("--adapter-path",)},
+    "sweep": {
+        "ranks": ("--rank", "-r", "--r", "--lora-r", "--lora-rank"),
+        "seeds": ("--seed",),
+        "projections": ("--keys", "--target-modules"),
+    },
     "align": {
         "save_path": ("--adapter-path", "--output-dir"),
         "method": ("--loss-type", "--train-mode"),
@@ -68,7 +73,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 
-_UPLOAD = "nothing is uploaded from here; `mlxstacks push DIRECTORY OWNER/NAME` does that"
+_UPLOAD = "`mlxstacks push DIRECTORY OWNER/NAME` uploads what is written"
 _XTC = "XTC is not offered; --min-p, --top-p and --top-k narrow the draw"
 _KV = "the cache keeps the model's own dtype; leave it out"
 _DRAFT = "speculative decoding is not offered; answers are decoded token by token"
@@ -116,6 +121,9 @@ NEAREST: Mapping[str, tuple[str, str]] = {
     "--tokens": ("max_tokens", ""),
     "--num-tokens": ("max_tokens", ""),
     "--n-predict": ("max_tokens", ""),
+    "-n": ("max_tokens", ""),
+    "--wandb": ("log_to", "as --log-to wandb"),
+    "--lora-layers": ("num_layers", ""),
     "--max-length": ("max_seq_length", ""),
     "--lora-alpha": ("scale", "which is lora_alpha / r, not lora_alpha"),
     "--num-epochs": ("iters", "which counts batches; without it the data is seen once"),
@@ -294,9 +302,10 @@ COMMANDS_ELSEWHERE: Mapping[str, str] = {
     "dora": "`mlx_lm.lora --fine-tune-type dora` trains one, and `mlxstacks fuse` takes it",
     "evaluate": "`mlxstacks eval` does that",
     "perplexity": "`mlxstacks compare` gives KL and changes of the loss; `mlx_lm.perplexity`",
-    "server": "nothing is served here: `mlx_lm.server --model DIR` serves what fuse writes",
-    "serve": "nothing is served here: `mlx_lm.server --model DIR` serves what fuse writes",
-    "benchmark": "`mlx_lm.benchmark` times a model",
+    "server": "`mlxstacks serve` does that",
+    **dict.fromkeys(("bench", "benchmark"), "`mlx_lm.benchmark` times a model"),
+    **dict.fromkeys(("awq", "dwq"), "mlx-lm quantizes so; `mlxstacks fuse` takes the result"),
+    "cache_prompt": "`mlxstacks serve` keeps the caches of prompts by itself",
     "upload": _UPLOAD,
     "merge": "`mlxstacks adapter merge` merges adapters, `mlxstacks fuse` puts them into a model",
     "quantize": "`mlxstacks convert MODEL --bits 4 --save-path DIR` does that",

@@ -13,6 +13,8 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 
+DRY_RUN = "Show what would be done; touch nothing."
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -25,6 +27,7 @@ class Command:
     nano: settings that come from the built-in model when they are not given, with the attribute
         of `nano_paths()`. A `model` that is given turns the others off: they belong to nano.
     optional: those of `nano` that a model of the user's own may go without.
+    dry_run: what the option of that name does.
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
     nano_recipe: a recipe of ours whose values are the defaults where the model is nano, and its
@@ -44,6 +47,7 @@ class Command:
     needs: tuple[str, ...] = ()
     nano: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
+    dry_run: str = DRY_RUN
     report: str | None = None
     extends: bool = False
     nano_recipe: str | None = None
@@ -384,6 +388,7 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.share.settings:PushSettings",
         function="mlxstacks.share.push:push",
         arguments={"target": "TARGET", "repo_id": "REPO_ID"},
+        dry_run="Write the files to upload and the card; upload nothing.",
         needs=("repo_id",),
         nano={"target": "store_path"},
     ),

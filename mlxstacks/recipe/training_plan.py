@@ -22,6 +22,7 @@ from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import asked_of as train_guard
 from mlxstacks.studies.train.setup import choose_targets, guard_json, trained_parameters
+from mlxstacks.study.document import counted
 from mlxstacks.training.settings import AlignSettings, StackRunSettings, TrainSettings
 
 
@@ -35,7 +36,7 @@ def trainings_of(name: str, settings: Any) -> Iterator[dict[str, Any]]:
     if name in ("train", "align"):
         yield _train("one adapter", settings)
     elif name == "stack":
-        yield _stack("a stack", settings)
+        yield _stack("", settings)
     elif name == "stack compare":
         yield from _compare(settings)
     elif name == "sweep":
@@ -100,7 +101,7 @@ def _stack(name: str, settings: StackRunSettings, runs: int = 1) -> dict[str, An
         layers=",".join(map(str, sorted({target.layer for target in targets}))), stacks=sum(rounds),
     )  # fmt: skip
     return {
-        "name": f"{name} of {sum(rounds)}", "runs": runs, **_where(targets),
+        "name": f"{name}{counted(sum(rounds), 'stack')}", "runs": runs, **_where(targets),
         "trained_parameters": size.parameters, "adapter_bytes": size.trained_bytes,
         "optimizer_bytes": 2 * size.trained_bytes, "frozen_bytes": size.frozen_bytes,
         "batches": total, "longest_row_tokens": settings.max_seq_length, "guard": _verdict(run),
@@ -111,7 +112,7 @@ def _compare(settings: CompareSettings) -> Iterator[dict[str, Any]]:
     runs = len(settings.seeds) + len(settings.rates) * len(settings.search_seeds)
     for arm in settings.arms:
         run = settings.settings_of(arm, model=settings.model, data=settings.data)
-        yield _stack(f"{arm.name}: a stack", run, runs)
+        yield _stack(f"{arm.name}: ", run, runs)
 
 
 def _sweep(settings: SweepSettings) -> Iterator[dict[str, Any]]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.study.document import Standing
+from mlxstacks.study.integrity import copy_named
 from mlxstacks.study.plan import Standing as PlanStanding
-from mlxstacks.study.provenance import copy_named
 from mlxstacks.study.result import Result
 
 _MOST_NAMED = 3

@@ -184,14 +184,9 @@ def _draw(
     """(slug -> pictures of the page, files in `directory`, notes). The page's are always drawn."""
     directory.mkdir()
     plots = {
-        (slug, f"{slug}-{block.id}"): block.model_copy(
-            update={
-                "title": source.result.standing.mark(block.title),
-                "alt": source.result.standing.mark(block.alt),
-            }
-        )
+        (slug, f"{slug}-{block.id}"): block
         for source, slug in zip(sources, slugs, strict=True)
-        for block in source.result.blocks
+        for block in source.result.shown_blocks
         if isinstance(block, Plot)
     }
     with warnings.catch_warnings():

@@ -68,13 +68,17 @@ class Conversation:
         if pins is None:
             pins = () if mode else engine.pins
         self.pins = tuple(pins)
+        self.cache = engine.new_cache()
+        self.begin(system_prompt, messages)
+
+    def begin(self, system_prompt: str | None, messages: Sequence[Message] = ()) -> None:
+        """Begin a conversation with a system prompt, or without one; mode and pins stay."""
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._opening: list[Message] = [*system, *messages]
-        self.cache = engine.new_cache()
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was said; mode and pins stay."""
+        """Forget what was said; system prompt, mode and pins stay."""
         self.messages = list(self._opening)
         self.turns: list[Turn] = []
         self.cache.clear()

@@ -147,8 +147,8 @@ def read_gaps(path: str | Path) -> GapEvents:
         except CheckpointError as error:
             if not os.path.lexists(file):
                 raise InputError(
-                    f"{file}: no log of gaps; chat and generate with --routed write one when no "
-                    "domain fits a prompt (see their --gap-log)"
+                    f"{file}: no log of gaps; `mlxstacks chat --routed --gap-log FILE` notes "
+                    "prompts that no domain fits"
                 ) from None
             raise InputError(str(error)) from None
         files.append(str(file))

@@ -44,11 +44,14 @@ _LIBC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posi
 
 @dataclass(eq=False)
 class PackedSet:
-    """domains: in the store's order. segments: by path. leases: how many hold it."""
+    """domains: in the store's order. segments: by path. leases: how many hold it. alike: see there;
+    None: no other one is.
+    """
 
     domains: Key
     segments: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
     leases: int = 0
+    alike: "Alike | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,39 @@ class PackedSet:
             if stacks:
                 parts[path] = stacks
         return parts
+
+
+@dataclass(eq=False)
+class Alike:
+    """Sets with one plain stack at each path, of the same shapes, so that one product takes each
+    row through its own. pairs: by path, of all of them; theirs are views. See `Segment.chosen`.
+    """
+
+    sets: list[PackedSet]
+    pairs: dict[str, tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, sets: list[PackedSet]) -> None:
+        """Make the sets views of common arrays; path by path, so that one path is held twice."""
+        alike = cls(sets)
+        for path in sets[0].segments:
+            own = [packed.segments[path][0] for packed in sets]
+            a_all = mx.stack([segment.a_all for segment in own])  # (S, R, K) or (S, M, R, K)
+            if mx.default_device().type == mx.DeviceType.gpu:  # as `lazy_segment` lays them
+                b_all = mx.stack([segment.b_all for segment in own])  # (S, N, R) or (S, M, N, R)
+            else:
+                b_all = mx.stack([s.b_all.swapaxes(-1, -2) for s in own]).swapaxes(-1, -2)
+            views = [
+                replace(segment, a_all=a_all[i], b_all=b_all[i], buffers=())
+                for i, segment in enumerate(own)
+            ]
+            if own[0].shape.form == "per_expert":
+                alike.pairs[path] = a_all.flatten(0, 1), b_all.flatten(0, 1)
+            else:
+                alike.pairs[path] = a_all.swapaxes(-1, -2), b_all.swapaxes(-1, -2)
+            mx.eval(alike.pairs[path], [(view.a_all, view.b_all) for view in views])
+            for packed, view in zip(sets, views, strict=True):
+                packed.segments[path], packed.alike = (view,), alike
 
 
 class PackedSets:

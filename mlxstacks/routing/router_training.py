@@ -261,8 +261,16 @@ def train_router(
         raise InputError(f"chat_domain {chat_domain}: not among the domains {', '.join(ordered)}")
     rows = rows_of(examples, targets, ordered, oracle_only=settings.oracle_only)
     never = [name for d, name in enumerate(ordered) if not (rows.targets[:, d] > 0.5).any()]
+    if len(never) == len(ordered):
+        raise InputError(
+            f"no example wants {' or '.join(never)}: their router would never choose a stack. Give "
+            "prompts that are of these domains, and targets that were discovered on them"
+        )
     if never:
-        notes.append(f"No example wants {', '.join(never)}: the router will never choose it.")
+        notes.append(
+            f"No example wants {', '.join(never)}: the router will never choose "
+            f"{'it' if len(never) == 1 else 'them'}."
+        )
     if not rows.of_kind("mixed").any():
         notes.append("There are no mixed prompts: mixed_set is not measured.")
     if start is not None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlxstacks.data.settings import DomainDataSettings, Template
+from mlxstacks.data.settings import DomainData, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
 from mlxstacks.settings import Force, Settings
@@ -53,13 +53,7 @@ class LabelledSource(Settings):
         description="label: one domain, several for mixed prompts, none for prompts that no "
         "domain should help with"
     )
-    data: Annotated[
-        DomainDataSettings,
-        BeforeValidator(
-            lambda value: {"sources": [value]} if isinstance(value, str) else value,
-            json_schema_input_type=DomainDataSettings | str,
-        ),
-    ] = Field(description="where the rows come from")
+    data: DomainData = Field(description="where the rows come from")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -291,6 +285,12 @@ class BaseSettings(Settings):
         None, description="Router file or directory to use instead of the store's router."
     )
     hard: bool = Field(False, description="Weight routed domains by 1 instead of their score.")
+    budget: Bytes | None = Field(
+        None,
+        description="Memory for stacks, and what else `serve` keeps, such as 2GB or 500MiB; the "
+        "least recently used are dropped first. Default: a quarter of the memory.",
+        json_schema_extra={"cli_type": "text"},
+    )
     base: BaseNumbers = "auto"
     thinking: Thinking = "auto"
 
@@ -310,12 +310,6 @@ class AnswerSettings(BaseSettings):
     )
     compare: bool = Field(
         False, description="Answer with the base, ungated and routed, side by side."
-    )
-    budget: Bytes | None = Field(
-        None,
-        description="Memory for stacks, such as 2GB or 500MiB; the least recently used are "
-        "dropped first. Default: a quarter of the memory.",
-        json_schema_extra={"cli_type": "text"},
     )
     temp: float = Field(0.0, ge=0, le=MOST_TEMP, description="Sampling temperature; 0: greedy.")
     top_p: float = Field(
@@ -406,11 +400,10 @@ class ServeSettings(BaseSettings):
         description="File whose first line is the key that clients have to send. Default: the "
         "environment variable MLXSTACKS_API_KEY; without either, no key.",
     )
-    budget: Bytes | None = Field(
+    cache_path: str | None = Field(
         None,
-        description="Memory for stacks, adapters and prompt caches, such as 2GB or 500MiB. What a "
-        "request would take beyond it is refused. Default: a quarter of the memory.",
-        json_schema_extra={"cli_type": "text"},
+        description="Directory to keep beginnings of prompts in, for the next start. It holds what "
+        "users wrote. Default: in memory alone.",
     )
     concurrency: int = Field(
         16, ge=1, le=256, description="Answers at the same time; further requests are refused."

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mlxstacks.errors import InputError
 from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.requests import Ask, Begun, Piece
 from mlxstacks.serve.wire import (
@@ -15,23 +14,25 @@ from mlxstacks.serve.wire import (
     Answer,
     Body,
     Name,
+    Part,
     Share,
     Stops,
     Temperature,
+    calls_tools,
+    error_type,
     event,
     parse_body,
+    plain_text,
     sampling,
     unique,
 )
 
 
-class Block(Body):
+class Block(Part):
     """A part of a message: text, thinking, tool_use (id, name, input), tool_result (tool_use_id,
     content).
     """
 
-    type: str
-    text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -71,12 +72,11 @@ class MessagesSpeaker:
     def __init__(self, data: bytes, settings: ServeSettings) -> None:
         """Raises: InputError."""
         body = parse_body(data, MessagesBody)
-        choice = (body.tool_choice or {}).get("type", "auto")
-        if choice not in ("auto", "none"):
-            raise InputError("tool_choice: only auto and none are supported")
-        turns = [] if not body.system else [{"role": "system", "content": _text(body.system)}]
+        tools = [_tool(tool) for tool in body.tools or ()] or None
+        if not calls_tools((body.tool_choice or {}).get("type")):
+            tools = None
+        turns = [{"role": "system", "content": plain_text(body.system)}] if body.system else []
         turns += [turn for message in body.messages for turn in _turns(message)]
-        tools = None if choice == "none" else [_tool(tool) for tool in body.tools or ()] or None
         self.stream = bool(body.stream)
         self.ask = Ask(
             body.model,
@@ -163,27 +163,17 @@ class MessagesSpeaker:
             yield event(stop, "content_block_stop")
 
 
-def _text(content: str | list[Block] | None) -> str:
-    """Raises: InputError for a block that is no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if strange := [block.type for block in content if block.text is None]:
-        raise InputError(f"content of type {strange[0][:40]!a}; this model reads text alone")
-    return "".join(block.text or "" for block in content)
-
-
 def _turns(message: Message) -> Iterator[dict[str, Any]]:
     """A message in the chat template's terms: results of tools are turns of their own."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
     kinds = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-    text = _text([block for block in message.content if block.type not in kinds])
+    text = plain_text([block for block in message.content if block.type not in kinds])
     for block in message.content:
         if block.type == "tool_result":
-            yield {
-                "role": "tool", "content": _text(block.content), "tool_call_id": block.tool_use_id
-            }  # fmt: skip
+            said = plain_text(block.content)
+            yield {"role": "tool", "content": said, "tool_call_id": block.tool_use_id}
     calls = [
         {
             "type": "function", "id": block.id,
@@ -234,11 +224,6 @@ def _usage(begun: Begun, tokens: int) -> dict[str, Any]:
     }
 
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-          429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
-
-
 def error_document(status: int, message: str) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": error_type(status), "message": message}}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
@@ -32,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlxstacks.errors import InputError
 from mlxstacks.routing.generation import Prompt
 from mlxstacks.routing.settings import ServeSettings
-from mlxstacks.serve import anthropic_api, openai_api
+from mlxstacks.serve import anthropic_api, openai_api, responses_api
 from mlxstacks.serve.engine import Engine
 from mlxstacks.serve.naming import is_loopback
 from mlxstacks.serve.requests import Begun, Event, Piece, Refused, Ticket
@@ -58,6 +59,7 @@ class Api:
 APIS = (
     Api("/v1/chat/completions", openai_api.ChatSpeaker, openai_api.error_document),
     Api("/v1/completions", openai_api.CompletionSpeaker, openai_api.error_document),
+    Api("/v1/responses", responses_api.ResponsesSpeaker, openai_api.error_document),
     Api("/v1/messages", anthropic_api.MessagesSpeaker, anthropic_api.error_document),
 )
 
@@ -102,7 +104,15 @@ def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIA
         *map(answering, APIS), Route("/health", health), Route("/metrics", metrics),
         Route("/v1/models", models), Route("/v1/models/{name:path}", model),
     ]  # fmt: skip
-    return Gate(Starlette(routes=routes), key)
+
+    async def not_served(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        paths = ", ".join(f"{'/'.join(sorted(r.methods or ()))} {r.path}" for r in routes)
+        message = f"{request.method} {request.url.path[:100]!a} is not served; there are: {paths}"
+        return JSONResponse(openai_api.error_document(status, message), status)
+
+    handlers = {404: not_served, 405: not_served}
+    return Gate(Starlette(routes=routes, exception_handlers=handlers), key)
 
 
 class Gate:

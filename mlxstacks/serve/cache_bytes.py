@@ -34,7 +34,7 @@ class CacheBytes:
             raise InputError(f"mlx-lm cannot batch this model's caches: {', '.join(strange)}")
         model(mx.zeros((1, 1), mx.int32), cache=entries)
         fixed, growing = 0, []
-        for entry in _leaves(entries):
+        for entry in leaves(entries):
             if hasattr(entry, "keys"):
                 tokens = entry.keys.shape[2]
                 growing.append((-(-entry.nbytes // tokens), getattr(entry, "max_size", None)))
@@ -55,6 +55,6 @@ class CacheBytes:
         return row * len(lengths)
 
 
-def _leaves(entries: Sequence[Any]) -> list[Any]:
-    """Lists of caches taken apart."""
-    return [leaf for e in entries for leaf in (_leaves(e.caches) if hasattr(e, "caches") else [e])]
+def leaves(entries: Sequence[Any]) -> list[Any]:
+    """mlx-lm's caches, lists of caches taken apart."""
+    return [leaf for e in entries for leaf in (leaves(e.caches) if hasattr(e, "caches") else [e])]

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,8 @@ from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import Rendering
 from mlxstacks.errors import InputError, NonFiniteModelError, ResourceLimitError, StoreError
+from mlxstacks.files.checkpoint import fingerprint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import base_name
 from mlxstacks.routing.engine import begins_in_thought, default_budget, open_base
 from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, sampler_of
@@ -38,6 +41,7 @@ from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.cache_bytes import CacheBytes
 from mlxstacks.serve.naming import BASE, ROUTED, UNGATED, UnknownModelError, parse_model
 from mlxstacks.serve.pool import Held, StackPool
+from mlxstacks.serve.prefix_files import PrefixFiles
 from mlxstacks.serve.requests import (
     Ask,
     Begun,
@@ -182,11 +186,20 @@ class Engine:
         self._forward = RoutedRows(base.model, self._pool)
         for path in settings.adapter_path:
             self._pool.add_adapter(path, base.checkpoint, settings.peft_layout, settings.allow_base)
+        self._pool.join_adapters()
         self._machine = base_model.text_machine(base.tokenizer)
         self._ends = sorted(base.tokenizer.eos_token_ids)
         self._router: PromptRouter | None = None
         self._bytes = CacheBytes.of(base.model)
         self._restart()
+        self._files: PrefixFiles | None = None
+        self._unsaved = False
+        if settings.cache_path is not None:
+            versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
+            made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
+            self._files = PrefixFiles(user_path(settings.cache_path), " ".join(map(str, made_by)))
+            self._files.load(self._prefixes)
+            self._trim(0)
         self._announce()
 
     def _restart(self) -> None:
@@ -228,6 +241,17 @@ class Engine:
                     self._restart()
             if not self._rows or time.monotonic() - self._measured > _IDLE_SECONDS:
                 self._measure()
+            if not self._rows and self._inbox.empty():
+                self._save_one()
+
+    def _save_one(self) -> None:
+        """Write a beginning for the next process, if there is one that has no file."""
+        try:
+            if self._unsaved and self._files is not None:
+                self._unsaved = self._files.save_one(self._prefixes)
+        except (InputError, OSError, RuntimeError, ValueError) as error:
+            _log.warning("prompts are kept in memory alone: %s", error)
+            self._files = None
 
     def _tickets(self) -> Iterator[Ticket | None]:
         """All that wait; while nothing else is to do, after waiting for one."""
@@ -294,7 +318,7 @@ class Engine:
             cached = [self._begin(ticket, i, prompt, held, limit) for i, held in enumerate(helds)]
         except BaseException:
             begun = [uid for uid, row in self._rows.items() if row.ticket is ticket]
-            self._remove(begun)
+            self._batch.remove(begun)
             for uid in begun:
                 del self._rows[uid]
             for held in helds:
@@ -384,7 +408,7 @@ class Engine:
         if np.isnan(logprobs[answer.token]):
             self._refuse(row.ticket, 500, str(NonFiniteModelError("a log probability")))
             row.ticket.cancel()  # its other answers too
-            self._remove([answer.uid] if answer.finish_reason is None else [])
+            self._batch.remove([answer.uid])
             self._end(answer.uid)
             return
         row.done += 1
@@ -394,7 +418,7 @@ class Engine:
         finish: Finish | None = answer.finish_reason
         if finish is None and (row.text.stopped is not None or row.ticket.is_late):
             finish = "stop" if row.text.stopped is not None else "length"
-            self._remove([answer.uid])
+            self._batch.remove([answer.uid])
         if finish is not None:
             parts += row.text.finish()
             if row.text.stopped is not None:
@@ -429,6 +453,7 @@ class Engine:
             )
         mx.eval([entry.state for entry in own])
         self._prefixes.insert_cache(row.held.key, list(tokens), own, cache_type=kind)
+        self._unsaved = True
         self._trim(self._bytes.of_batch([row.total for row in self._rows.values()]))
 
     # --- ends ------------------------------------------------------------------------------------
@@ -441,14 +466,10 @@ class Engine:
                 self._refuse(row.ticket, 503, f"no token within {seconds:g} seconds")
                 row.ticket.cancel()
         over = [uid for uid, row in self._rows.items() if row.ticket.is_over]
-        self._remove(over)
+        self._batch.remove(over)
         for uid in over:
             self.counts["cancelled"] += 1
             self._end(uid)
-
-    def _remove(self, uids: Sequence[int]) -> None:
-        if uids:
-            self._batch.remove(uids)
 
     def _end(self, uid: int) -> None:
         self._pool.release(self._rows.pop(uid).held)
@@ -466,6 +487,10 @@ class Engine:
                 ticket = self._inbox.get_nowait()
                 if ticket is not None:
                     self._refuse(ticket, 503, _STOPPED)
+        while self._unsaved and self._files is not None:
+            self._save_one()
+        if self._files is not None:
+            self._files.close()
         self._forward.base()
         del self._batch, self._prefixes, self._pool, self._forward, self._router, self._model
         gc.collect()

@@ -2,7 +2,8 @@
 
 A request's model is one of
 
-    base, or the base's own name        the base alone
+    base, or the base's own name        the base alone, as `default_model`, which clients of
+                                        mlx_lm.server send
     math                                a domain of the store or an adapter, at weight 1
     math,chat or base+math,chat         several of them
     ungated                             all domains of the store
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from mlxstacks.errors import InputError
 
 BASE, UNGATED, ROUTED = "base", "ungated", "routed"
+_DEFAULT = "default_model"
 _MOST_NAMES = 64
 
 
@@ -28,7 +30,7 @@ def parse_model(model: str, base_name: str, names: Sequence[str]) -> str | tuple
     names: what there is. A domain that is named as a mode is reached as `base+NAME`.
     Raises: UnknownModelError.
     """
-    if model in (BASE, base_name):
+    if model in (BASE, base_name, _DEFAULT):
         return BASE
     if model in (UNGATED, ROUTED):
         return model

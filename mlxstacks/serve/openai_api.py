@@ -11,6 +11,7 @@ from pydantic import Field
 from mlxstacks import __version__
 from mlxstacks.errors import InputError
 from mlxstacks.routing.settings import ServeSettings
+from mlxstacks.serve.naming import BASE
 from mlxstacks.serve.requests import Ask, Begun, Piece, TokenLogprob
 from mlxstacks.serve.wire import (
     MOST_CALLS_OF_TOOLS,
@@ -18,11 +19,15 @@ from mlxstacks.serve.wire import (
     Answer,
     Body,
     Name,
+    Part,
     Share,
     Stops,
     Temperature,
+    calls_tools,
+    error_type,
     event,
     parse_body,
+    plain_text,
     sampling,
     unique,
 )
@@ -32,11 +37,6 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 class StreamOptions(Body):
     include_usage: bool = False
-
-
-class Part(Body):
-    type: str
-    text: str | None = None
 
 
 class Function(Body):
@@ -70,15 +70,6 @@ class Message(Body):
         return turn
 
 
-def plain_text(content: str | Sequence[Part] | None) -> str:
-    """Raises: InputError for a part that is no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if strange := [part.type for part in content if part.text is None]:
-        raise InputError(f"content of type {strange[0][:40]!a}; this model reads text alone")
-    return "".join(part.text or "" for part in content)
-
-
 def _call_of(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
@@ -91,7 +82,8 @@ def _call_of(call: ToolCall) -> dict[str, Any]:
 class Shared(Body):
     """What both endpoints take."""
 
-    model: Name
+    model: Name = BASE
+    adapters: Any = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -111,6 +103,8 @@ class Shared(Body):
         """Raises: InputError."""
         if self.logit_bias:
             raise InputError("logit_bias is not supported")
+        if self.adapters is not None:  # a path, to mlx_lm.server
+            raise InputError("adapters is not supported: give the name of a served one as model")
         stops = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or ()
         return Ask(
             self.model,
@@ -147,16 +141,14 @@ class CompletionBody(Shared):
 class ChatSpeaker:
     """`POST /v1/chat/completions`."""
 
-    kind: Literal["chat.completion", "text_completion"] = "chat.completion"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, data: bytes, settings: ServeSettings) -> None:
         """Raises: InputError."""
         body = parse_body(data, ChatBody)
         if body.response_format is not None and body.response_format.type != "text":
             raise InputError("response_format: only text is supported")
-        if body.tool_choice not in (None, "auto", "none"):
-            raise InputError("tool_choice: only auto and none are supported")
-        tools = None if body.tool_choice == "none" else body.tools or None
+        tools = (body.tools or None) if calls_tools(body.tool_choice) else None
         if strange := [t for t in tools or () if not isinstance(t.get("function"), dict)]:
             raise InputError(f"tools: {str(strange[0])[:80]} has no function")
         self.ask = body.ask(
@@ -172,32 +164,40 @@ class ChatSpeaker:
         self._id, self._created = unique(prefix), int(time.time())
         self._answers = [Answer() for _ in range(self.ask.n)]
 
-    def _head(self, chunk: bool = False) -> dict[str, Any]:
-        name = "chat.completion.chunk" if chunk and self.kind == "chat.completion" else self.kind
+    def _document(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
-            "id": self._id, "object": name, "created": self._created, "model": self.ask.model,
-            "system_fingerprint": f"mlxstacks-{__version__}",
+            "id": self._id, "object": kind, "created": self._created, "model": self.ask.model,
+            "system_fingerprint": f"mlxstacks-{__version__}", "choices": choices, **more,
         }  # fmt: skip
 
     def whole(self, begun: Begun, answers: list[Answer]) -> dict[str, Any]:
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return {
-            **self._head(), "choices": choices, "usage": _usage(begun, answers),
-            "mlxstacks": begun.as_json(),
-        }  # fmt: skip
+        choices = [
+            self._choice(index, self._said(answer), self._logprobs(answer.logprobs), answer.finish)
+            for index, answer in enumerate(answers)
+        ]
+        usage = usage_of(begun, answers)
+        return self._document(self.kind, choices, usage=usage, mlxstacks=begun.as_json())
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
-        if answer.text == "" and not answer.calls:
-            message["content"] = ""
+    def _choice(
+        self,
+        index: int,
+        said: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+
+    def _said(self, answer: Answer) -> dict[str, Any]:
+        content = answer.text or (None if answer.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if answer.reasoning:
             message["reasoning"] = answer.reasoning
         if answer.calls:
             message["tool_calls"] = [_tool_call(call) for call in answer.calls]
-        return {
-            "index": index, "message": message, "finish_reason": answer.finish,
-            "logprobs": self._logprobs(answer.logprobs),
-        }  # fmt: skip
+        return {"message": message}
+
+    def _added(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"delta": delta}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self.ask.top_logprobs is None:
@@ -211,8 +211,8 @@ class ChatSpeaker:
     def opening(self, begun: Begun) -> Iterable[str]:
         self._begun = begun
         for index in range(self.ask.n):
-            first = self._chunk(index, {"role": "assistant", "content": ""})
-            yield event({**first, "mlxstacks": begun.as_json()})
+            choice = self._choice(index, {"delta": {"role": "assistant", "content": ""}})
+            yield event(self._document(self.chunk_kind, [choice], mlxstacks=begun.as_json()))
 
     def piece(self, piece: Piece) -> Iterator[str]:
         answer = self._answers[piece.index]
@@ -226,27 +226,22 @@ class ChatSpeaker:
             elif part.call is not None:
                 delta = {"tool_calls": [{"index": calls, **_tool_call(part.call)}]}
                 calls += 1
-            yield event(self._chunk(piece.index, delta, logprobs))
+            yield self._chunk(piece.index, delta, logprobs)
             logprobs = None
         if logprobs is not None:  # of a token without text of its own
-            yield event(self._chunk(piece.index, {}, logprobs))
+            yield self._chunk(piece.index, {}, logprobs)
         if piece.finish is not None:
-            yield event(self._chunk(piece.index, {}, None, piece.finish))
+            yield self._chunk(piece.index, {}, None, piece.finish)
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head(chunk=True), "choices": [choice]}
+    def _chunk(self, index: int, delta: dict[str, Any], *rest: Any) -> str:
+        return event(
+            self._document(self.chunk_kind, [self._choice(index, self._added(delta), *rest)])
+        )
 
     def closing(self) -> Iterator[str]:
         if self._usage_wanted:
-            usage = _usage(self._begun, self._answers)
-            yield event({**self._head(chunk=True), "choices": [], "usage": usage})
+            usage = usage_of(self._begun, self._answers)
+            yield event(self._document(self.chunk_kind, [], usage=usage))
         yield "data: [DONE]\n\n"
 
     def failure(self, status: int, message: str) -> Iterator[str]:
@@ -256,7 +251,7 @@ class ChatSpeaker:
 class CompletionSpeaker(ChatSpeaker):
     """`POST /v1/completions`: the prompt as it is, no chat template."""
 
-    kind = "text_completion"
+    kind = chunk_kind = "text_completion"
 
     def __init__(self, data: bytes, settings: ServeSettings) -> None:
         """Raises: InputError."""
@@ -266,11 +261,11 @@ class CompletionSpeaker(ChatSpeaker):
         self.ask = body.ask(settings, body.max_tokens, text=body.prompt, top_logprobs=body.logprobs)
         self._begin(body, "cmpl-")
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return {
-            "index": index, "text": answer.reasoning + answer.text, "finish_reason": answer.finish,
-            "logprobs": self._logprobs(answer.logprobs),
-        }  # fmt: skip
+    def _said(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.reasoning + answer.text}
+
+    def _added(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"text": delta.get("content") or delta.get("reasoning") or ""}
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self.ask.top_logprobs is None:
@@ -285,18 +280,7 @@ class CompletionSpeaker(ChatSpeaker):
 
     def opening(self, begun: Begun) -> Iterable[str]:
         self._begun = begun
-        yield event({**self._head(), "choices": [], "mlxstacks": begun.as_json()})
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-    ) -> dict[str, Any]:
-        text = delta.get("content") or delta.get("reasoning") or ""
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head(), "choices": [choice]}
+        yield event(self._document(self.kind, [], mlxstacks=begun.as_json()))
 
 
 def _tool_call(call: dict[str, str]) -> dict[str, Any]:
@@ -307,7 +291,7 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _usage(begun: Begun, answers: Sequence[Answer]) -> dict[str, Any]:
+def usage_of(begun: Begun, answers: Sequence[Answer]) -> dict[str, Any]:
     said = sum(answer.tokens for answer in answers)
     return {
         "prompt_tokens": begun.prompt_tokens, "completion_tokens": said,
@@ -316,11 +300,7 @@ def _usage(begun: Begun, answers: Sequence[Answer]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
 def error_document(status: int, message: str) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     code = "model_not_found" if status == 404 else None
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": error_type(status), "param": None, "code": code}}

@@ -6,7 +6,7 @@ that rows of any routes share what is in memory; a batch adds up the domains tha
 
 A store may change while it is served. What a domain is made of names its version, `math@3fa2...`:
 rows under way keep the version they began with, new ones get the new one. An adapter is a stack of
-one expert, and never leaves memory.
+one expert, has a version too, and never leaves memory.
 
 Not for several threads.
 """
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,12 +30,13 @@ from mlxstacks.files.manifest import check_name
 from mlxstacks.files.peft_layout import PeftLayout
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import MANIFEST
-from mlxstacks.layers.packed import FrozenStack, StackShape
+from mlxstacks.layers.packed import FrozenStack, Segment, StackShape
 from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.stack_files import attach_paths, places
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.ops.affine import from_storage
 from mlxstacks.routing.resident import (
+    Alike,
     PackedSet,
     PackedSets,
     pack_domains,
@@ -158,18 +160,34 @@ class StackPool:
         except ValueError as error:
             raise InputError(f"{path}: {error}; rename it") from None
         if name in self.names:
-            raise InputError(f"{path}: {name} is served already; rename the directory")
+            raise InputError(
+                f"{path}: {name} is what a domain of the store or another adapter is called; "
+                "rename the directory"
+            )
         try:
             attach_paths(self._model, adapter.modules)
         except ValueError as error:
             raise AdapterError(f"{path}: {error}") from None
         self.places = places(self._model)
         packed = pack_domains((name,), {name: adapter_parts(adapter, name, self._dtype)}, None)
-        packed.leases = 1
+        hashes = [_sha256(part) for path in packed.segments for part in packed.segments[path]]
+        packed.domains, packed.leases = (_version(name, hashes),), 1
         self._make_room(packed.nbytes, 0, f"adapter {name}")
         self._sets.add(packed)
         self.adapters[name] = packed
         return name
+
+    def join_adapters(self) -> None:
+        """Lay those of the same shapes side by side, once all are here."""
+        groups: dict[Any, list[PackedSet]] = {}
+        for packed in self.adapters.values():
+            parts = [(path, part) for path in packed.segments for part in packed.segments[path]]
+            if len(parts) == len(packed.segments) and all(part.is_plain for _, part in parts):
+                shapes = tuple((path, part.shape, part.a_all.dtype) for path, part in parts)
+                groups.setdefault(shapes, []).append(packed)
+        for alike in groups.values():
+            if len(alike) > 1:
+                Alike.join(alike)
 
     def refresh(self) -> bool:
         """Look whether the store has changed, and go by what it is now; whether it had.
@@ -304,6 +322,11 @@ class StackPool:
         if any(not p.leases and p.domains not in current for p in self._sets):
             self._before_drop()
             self._sets.drop_others(current)
+
+
+def _sha256(part: Segment) -> str:
+    arrays = (mx.contiguous(array).view(mx.uint8) for array in (part.a_all, part.b_all))
+    return hashlib.sha256(b"".join(map(bytes, arrays)) + repr(part.shape).encode()).hexdigest()
 
 
 def _version(name: str, hashes: list[str]) -> str:

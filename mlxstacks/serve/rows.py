@@ -9,7 +9,8 @@ its own weights. A batch with a row without a route raises.
 Law: what a row is answered is what it is answered alone, to rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -19,7 +20,8 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.layers.packed import Segment, weighted
 from mlxstacks.routing.generation import CHUNKED_FROM
-from mlxstacks.routing.resident import PackedSet
+from mlxstacks.routing.resident import Alike, PackedSet
+from mlxstacks.serve.cache_bytes import leaves
 from mlxstacks.serve.pool import Held, StackPool
 from mlxstacks.training.modes import evaluating
 
@@ -87,7 +89,14 @@ class RoutedRows:
         else:
             with evaluating(self._model), base_model.gated_delta_installed():
                 logits = self._model(tokens, cache=entries)
-        mx.async_eval(_counts(entries))
+        # mlx-lm's caches of recurrent layers count tokens anew for every token, out of the counts
+        # before, and need those of the first layer alone: all others would never be computed, and
+        # grow by a buffer a token.
+        counts = [
+            getattr(leaf, name, None) for leaf in leaves(entries)
+            for name in ("lengths", "left_padding")
+        ]  # fmt: skip
+        mx.async_eval([count for count in counts if isinstance(count, mx.array)])
         return logits.astype(mx.float32)  # log probabilities of half floats would be coarse
 
     def base(self) -> None:
@@ -114,34 +123,45 @@ class RoutedRows:
 
 
 def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
-    """Path -> segments of every pack that a row names, weighed row by row; arrays are shared."""
+    """Path -> segments of every pack that a row names, weighed row by row; arrays are shared.
+
+    Packs that are alike become one, in which each row has its own, unless a row has two of them.
+    """
+    used = {packed for route in routes for packed, _ in route.parts}
+    joined = _several(used)
+    for route in routes:
+        joined -= _several(packed for packed, _ in route.parts)
     packs: dict[PackedSet, list[float]] = {}
+    places: dict[PackedSet, list[int]] = {}
     for row, route in enumerate(routes):
         for packed, weight in route.parts:
-            packs.setdefault(packed, [0.0] * len(routes))[row] = weight
+            first = packed
+            if (alike := packed.alike) is not None and alike in joined:
+                first = alike.sets[0]
+                places.setdefault(first, [0] * len(routes))[row] = alike.sets.index(packed)
+            packs.setdefault(first, [0.0] * len(routes))[row] = weight
     segments: dict[str, list[Segment]] = {}
     for packed, column in packs.items():
         weights = mx.array(column, mx.float32)[:, None]  # (B, 1), of all stacks of a pack
+        answers = None if all(column) else weights != 0
+        values = {weight for weight in column if weight}
         for path, parts in packed.segments.items():
+            chosen = None
+            if packed in places and packed.alike is not None:
+                own = mx.array(places[packed], mx.uint32)[:, None]
+                chosen = own, *packed.alike.pairs[path]
             for part in parts:
-                if len(set(column)) == 1:
-                    weighed = weighted(part, {stack.name: column[0] for stack in part.ids})
+                if len(values) == 1:
+                    weighed = weighted(part, dict.fromkeys((s.name for s in part.ids), *values))
                 else:
-                    own = mx.broadcast_to(weights, (len(column), len(part.ids)))
-                    weighed = replace(part, weights=own, factor=1.0, column=None)
+                    all_of_them = mx.broadcast_to(weights, (len(column), len(part.ids)))
+                    weighed = replace(part, weights=all_of_them, factor=1.0, column=None)
+                weighed = replace(weighed, answers=answers, chosen=chosen)
                 segments.setdefault(path, []).append(weighed)
     return {path: tuple(parts) for path, parts in segments.items()}
 
 
-def _counts(entries: Sequence[Any]) -> list[mx.array]:
-    """What mlx-lm's caches of recurrent layers count tokens with.
-
-    It makes each anew for every token out of the one before, and needs that of the first layer
-    alone: all others would never be computed, and grow by a buffer a token.
-    """
-    counts = []
-    for entry in entries:
-        counts += _counts(getattr(entry, "caches", ()))
-        values = (getattr(entry, name, None) for name in ("lengths", "left_padding"))
-        counts += [value for value in values if isinstance(value, mx.array)]
-    return counts
+def _several(sets: Iterable[PackedSet]) -> set[Alike]:
+    """The kinds of which there are two sets or more."""
+    counts = Counter(packed.alike for packed in sets if packed.alike is not None)
+    return {alike for alike, count in counts.items() if count > 1}

@@ -5,14 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["text", "reasoning", "tool"]
-_KINDS: dict[str, Kind] = {"reasoning": "reasoning", "tool": "tool"}
-
 
 class Part(NamedTuple):
     """call: of a part of the kind tool, as OpenAI has it: name, and arguments as JSON text."""
 
-    kind: Kind
+    kind: Literal["text", "reasoning", "tool"]
     text: str
     call: dict[str, str] | None = None
 
@@ -105,7 +102,7 @@ class AnswerText:
         if state == "tool":
             self._tool += text
         elif text:
-            yield Part(_KINDS.get(state, "text"), text)
+            yield Part("reasoning" if state == "reasoning" else "text", text)
 
     def _called(self) -> Iterator[Part]:
         """The calls that stand in what was said to tools; what is none stays text."""

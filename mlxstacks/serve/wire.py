@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -29,6 +29,29 @@ class Body(BaseModel):
     """A part of a request; what clients send besides is left aside, as other servers do."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class Part(Body):
+    """Of what a message says."""
+
+    type: str
+    text: str | None = None
+
+
+def plain_text(content: str | Sequence[Part] | None) -> str:
+    """Raises: InputError for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if strange := [part.type for part in content if part.text is None]:
+        raise InputError(f"content of type {strange[0][:40]!a}; this model reads text alone")
+    return "".join(part.text or "" for part in content)
+
+
+def calls_tools(choice: object) -> bool:
+    """Whether a request's `tool_choice` lets the model call tools. Raises: InputError."""
+    if choice not in (None, "auto", "none"):
+        raise InputError("tool_choice: only auto and none are supported")
+    return choice != "none"
 
 
 Parsed = TypeVar("Parsed", bound=Body)
@@ -122,6 +145,15 @@ def event(document: Mapping[str, Any], name: str | None = None) -> str:
     """A server-sent event."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(document, ensure_ascii=False)}\n\n"
+
+
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+           429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+
+
+def error_type(status: int) -> str:
+    """How both APIs call an error of HTTP's."""
+    return _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 def unique(prefix: str) -> str:

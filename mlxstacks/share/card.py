@@ -84,7 +84,8 @@ def write_card(
 
 def _result_of(source: Path) -> tuple[Result, tuple[str, ...]]:
     """The result of a command, without its numbers where it is not of these files."""
-    stored, checked = Result.read(source / RESULT), Result.open(source)
+    stored = Result.read(source / RESULT)
+    checked = stored.checked(source.absolute())
     other = [why for why in checked.standing.reasons if why not in stored.standing.reasons]
     notes = tuple(f"EXPLORATORY: {reason}" for reason in stored.standing.reasons)
     if other:

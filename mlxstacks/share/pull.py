@@ -22,9 +22,16 @@ from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.files.store_files import MANIFEST, own_entries
 from mlxstacks.files.strict_json import MAX_JSON_BYTES
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.share.hub import asking, check_repo
 from mlxstacks.share.settings import PullSettings
-from mlxstacks.share.things import MAX_FILES, Kind, check_thing, kind_of, own_files
+from mlxstacks.share.things import (
+    MAX_FILES,
+    Kind,
+    asking,
+    check_repo,
+    check_thing,
+    kind_of,
+    own_files,
+)
 from mlxstacks.study.document import Table, counted
 from mlxstacks.study.render.words import clean
 from mlxstacks.study.result import Result

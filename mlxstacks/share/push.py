@@ -14,13 +14,14 @@ from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.files.store_files import MANIFEST, read_manifest
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.share.card import write_card
-from mlxstacks.share.hub import asking, check_repo
 from mlxstacks.share.settings import PushSettings
 from mlxstacks.share.things import (
     CARD,
     VOCABULARY,
     Kind,
+    asking,
     check_plain,
+    check_repo,
     check_thing,
     kind_of,
     own_files,
@@ -74,7 +75,7 @@ def push(
         "paths_to_names": changed, "commit": None,
     }  # fmt: skip
     notes = [f"Absolute paths became names in {', '.join(changed)}."] if changed else []
-    verdict = f"Would upload the {kind} in {target} to {repo_id}: {words}."
+    verdict = f"Nothing was uploaded. The {kind} for {repo_id} is in {target}: {words}."
     if not dry_run:
         if progress is not None:
             progress(0, 1, f"uploading {words}")

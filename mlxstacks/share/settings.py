@@ -23,7 +23,7 @@ class PushSettings(Settings):
     repo_id: RepoId = None
     save_path: str | None = Field(
         None,
-        description="Directory for the files to upload, which stay there; --dry-run writes it too. "
+        description="Directory for the files to upload, which stay there. "
         "Default: ./mlxstacks-out/push.",
     )
     domains: tuple[str, ...] = Field(

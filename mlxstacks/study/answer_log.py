@@ -4,7 +4,7 @@ The first line, the header, says what they are answers of. Every line ends with 
 SHA-256 of the digest before it and of its own text, so each stands for all that was written up to
 it. A line that was changed, removed, added or moved, or a bit that flipped, is found when the file
 is read; lines missing at the very end look like a run that was killed and are answered again. A
-report keeps the last digest, which shows these too (provenance.py).
+report keeps the last digest, which shows these too (integrity.py).
 
 What a chain cannot show: that a line was ever answered by a model. Who computes all digests again,
 and the report's, is stopped only by running the same command in an empty directory: answers are
@@ -14,16 +14,19 @@ greedy, so on the same machine and versions it ends with the same digests.
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, target_errors
 from mlxstacks.regular_files import check_regular
 
+Asked = TypeVar("Asked")
 Parsed = TypeVar("Parsed")
+Progress = Callable[..., None]
 # How a line ends before its digest is put between the last two quotes.
 _KEY, _END = b'"digest": "', b'"}'
 _DIGITS = 64
@@ -104,9 +107,63 @@ class AnswerLog:
         """For a report that uses the first `count` answers."""
         return {"answers": count, "digest": self.digests[count]}
 
-    def other_items(self) -> InputError:
-        """What a file says whose answers are not to the items that are asked."""
-        return InputError(f"{self.path}: answers to other items; remove it to answer again")
+
+class AnswersToItems(Generic[Asked, Parsed]):
+    """Answers of one arm, dataclasses, to a fixed list of items, in their order.
+
+    parse: as in `AnswerLog.read`. is_of: whether an answer is one to an item.
+    Law: killed anywhere and resumed, the file holds what it would have held.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: dict[str, Any],
+        items: Sequence[Asked],
+        parse: Callable[[dict[str, Any]], Parsed],
+        is_of: Callable[[Parsed, Asked], bool],
+    ) -> None:
+        self.path, self.items, self._parse, self._is_of = path, items, parse, is_of
+        self.log = AnswerLog(path, header)
+
+    def answers(self) -> list[Parsed]:
+        """Those written so far, whole lines only.
+
+        Raises: InputError for answers of another arm or plan, to other items, or that were changed.
+        """
+        answers = self.log.read(self._parse)
+        if len(answers) > len(self.items) or not all(map(self._is_of, answers, self.items)):
+            raise InputError(f"{self.path}: answers to other items; remove it to answer again")
+        return answers
+
+    def complete(
+        self,
+        count: int,
+        batch_size: int,
+        answer: Callable[[Sequence[Asked]], Sequence[Parsed]],
+        progress: Progress | None = None,
+    ) -> list[Parsed]:
+        """The answers to the first `count` items; only those that are missing are asked for, in the
+        batches of a run that was never stopped.
+
+        progress: (done, count, name of the file), before each batch.
+        Raises: as `answers`; ValueError for more or fewer answers than there are items.
+        """
+        answers = self.answers()
+        self.log.begin()
+        while len(answers) < count:
+            if progress:
+                progress(len(answers), count, self.path.stem)
+            # Batches lie where they always do: what a batch holds may move a last bit.
+            start = len(answers) // batch_size * batch_size
+            batch = self.items[start : start + batch_size]
+            given = answer(batch)
+            if len(given) != len(batch):
+                raise ValueError(f"{len(given)} answers to {len(batch)} items")
+            new: Sequence[Any] = given[len(answers) - start :]
+            self.log.append(map(asdict, new))
+            answers += new
+        return answers[:count]
 
 
 def chained(rows: Iterable[dict[str, Any]], before: str = "") -> Iterator[tuple[bytes, str]]:

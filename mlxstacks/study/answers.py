@@ -1,12 +1,9 @@
-"""Answers of an arm, one JSON object a line, appended as they come: a killed run loses a batch.
-
-The first line says which arm of which plan they are of, and a chain of digests shows what was
-changed (answer_log.py). Each answer keeps the raw output and the rule that found the letter in it,
-or the scores of the options.
+"""Answers of an arm to multiple-choice items: each keeps the raw output and the rule that found the
+letter in it, or the scores of the options.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mlxstacks.files.strict_json import STRICT, record_from
-from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.answer_log import AnswerLog, AnswersToItems
 from mlxstacks.study.items import Item
 
 LIKELIHOOD, TIE = "likelihood", "tie"
@@ -65,54 +62,19 @@ def read_answers(log: AnswerLog) -> list[Answer]:
     return log.read(_parse)
 
 
-AnswerItems = Callable[[Sequence[Item]], Sequence[Answer]]
-Progress = Callable[..., None]
 _parse = partial(record_from, TypeAdapter(Answer))
 
 
-class AnswerFile:
-    """Answers of one arm to a fixed list of items, in their order.
+def _is_of(answer: Answer, item: Item) -> bool:
+    about = item.item_id, item.subject, item.answer_index, len(item.options)
+    return (answer.item_id, answer.subject, answer.gold, answer.options) == about
 
-    header: what the answers are of; a file with another one is refused.
-    """
+
+class AnswerFile(AnswersToItems[Item, Answer]):
+    """Answers of one arm to multiple-choice items."""
 
     def __init__(self, path: Path, header: dict[str, Any], items: Sequence[Item]) -> None:
-        self.path, self.items = path, items
-        self._log = AnswerLog(path, header)
-
-    def answers(self) -> list[Answer]:
-        """Those written so far, whole lines only.
-
-        Raises: InputError for answers of another arm or plan, to other items, or that were changed.
-        """
-        answers = read_answers(self._log)
-        about = [(a.item_id, a.subject, a.gold, a.options) for a in answers]
-        if about != [
-            (item.item_id, item.subject, item.answer_index, len(item.options))
-            for item in self.items[: len(answers)]
-        ]:
-            raise self._log.other_items()
-        return answers
-
-    def complete(
-        self, count: int, batch_size: int, answer: AnswerItems, progress: Progress | None = None
-    ) -> list[Answer]:
-        """The answers to the first `count` items; only those that are missing are asked for, in the
-        batches of a run that was never stopped.
-
-        progress: (done, count, name of the file), before each batch. Raises: as `answers`.
-        """
-        answers = self.answers()
-        self._log.begin()
-        while len(answers) < count:
-            if progress:
-                progress(len(answers), count, self.path.stem)
-            # Batches lie where they always do: what a batch holds may move a last bit.
-            start = len(answers) // batch_size * batch_size
-            new = answer(self.items[start : start + batch_size])[len(answers) - start :]
-            self._log.append(map(asdict, new))
-            answers += new
-        return answers[:count]
+        super().__init__(path, header, items, _parse, _is_of)
 
 
 def paired(

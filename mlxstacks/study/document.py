@@ -103,6 +103,25 @@ class Table(_Part):
         return self
 
 
+Estimate = Mapping[str, Any]
+"""`value`, `mean`, `rate` or `share`, with `low` and `high` (of a share in `interval`) or None."""
+
+
+def triple_of(estimate: Estimate) -> tuple[float | None, float | None, float | None]:
+    """The value and the bounds of its interval."""
+    key = next(key for key in ("value", "mean", "rate", "share") if key in estimate)
+    bounds = estimate.get("interval") or estimate
+    return estimate[key], bounds.get("low"), bounds.get("high")
+
+
+def cell_of(estimate: Estimate | None) -> Cell:
+    """The estimate with its interval, alone where it has none, None where nothing was measured."""
+    if estimate is None:
+        return None
+    value, low, high = triple_of(estimate)
+    return value if value is None or low is None or high is None else (value, low, high)
+
+
 class Series(_Part):
     """One value for each category (intervals: with low and high), y over x (lines, points, or a
     frontier: low and high are a band or whiskers), or one row of a heat map.
@@ -115,10 +134,18 @@ class Series(_Part):
     high: tuple[float | None, ...] = ()
 
     @classmethod
-    def of_intervals(cls, label: str, cells: Iterable[tuple[float, float, float]]) -> "Series":
-        """cells: estimates with low and high, as a table has them."""
-        y, low, high = zip(*cells, strict=True)
-        return cls(label=label, y=y, low=low, high=high)
+    def of_intervals(
+        cls, label: str, cells: Iterable[Any], *, x: Sequence[float] = (), scale: float = 1
+    ) -> "Series":
+        """cells: estimates as a table has them, with low and high or alone, or None; each times
+        `scale`.
+        """
+        rows = [cell if isinstance(cell, tuple) else (cell, None, None) for cell in cells]
+        y, low, high = (
+            tuple(value if value is None or scale == 1 else scale * value for value in column)
+            for column in zip(*rows, strict=True)
+        )
+        return cls(label=label, x=tuple(x), y=y, low=low, high=high)
 
 
 class Plot(_Part):
@@ -224,6 +251,21 @@ class Document(_Part):
     def tested_plan(self) -> str | None:
         """The hash of a plan that the result was held to; None where it only describes."""
         return None if self.standing.status == "no plan" else self.plan_sha256
+
+    @property
+    def shown_blocks(self) -> tuple[Block, ...]:
+        """The blocks as people see them: of an exploratory result each is marked in its title, a
+        plot in its alt as well.
+        """
+        return tuple(
+            block.model_copy(
+                update={
+                    name: self.standing.mark(getattr(block, name))
+                    for name in ("title", *["alt"] * isinstance(block, Plot))
+                }
+            )
+            for block in self.blocks
+        )
 
     @model_validator(mode="after")
     def _ids_are_unique(self) -> "Document":

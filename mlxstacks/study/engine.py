@@ -385,7 +385,9 @@ def _finished(planned: Result, concluded: Result, seconds: float | None) -> Resu
 
 
 def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
-    """Run a step whose outputs are not there yet. Raises: InputError for one that was changed."""
+    """Run a step whose outputs are not there yet. Raises: InputError for one that was changed, or
+    that the step did not leave.
+    """
     if not step.outputs:
         step.run(work)
         return
@@ -408,6 +410,8 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     scratch.mkdir()
     step.run(scratch)
     sync_tree(scratch)
+    if missing := [name for name in step.outputs if not (scratch / name).is_file()]:
+        raise InputError(f"step {step.name} left no {', '.join(missing)}")
     digests = {name: file_sha256(scratch / name) for name in step.outputs}
     for name in step.outputs:
         (work / name).parent.mkdir(parents=True, exist_ok=True)

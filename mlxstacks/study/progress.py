@@ -1,6 +1,6 @@
 """One count over all parts of a run, so that one bar goes once from nothing to all."""
 
-from mlxstacks.study.answers import Progress
+from mlxstacks.study.answer_log import Progress
 
 
 class WholeProgress:

@@ -6,6 +6,7 @@ each file that it was made from, so that a change to either shows. What a seal c
 changed the document did not compute a new one; only running the command again shows that.
 """
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -18,7 +19,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table, plain_names
-from mlxstacks.study.provenance import check_provenance
+from mlxstacks.study.integrity import check_provenance
 from mlxstacks.study.render.words import clean
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Result(Document):
         return figure_of(self._block(id, Plot))
 
     def _block(self, id: str | None, kind: Any) -> Any:
-        blocks = {block.id: block for block in self.blocks if isinstance(block, kind)}
+        blocks = {block.id: block for block in self.shown_blocks if isinstance(block, kind)}
         if id is None and len(blocks) == 1:
             return next(iter(blocks.values()))
         if id not in blocks:
@@ -144,7 +145,8 @@ class Result(Document):
     @classmethod
     def open(cls, path: "str | Path | Result") -> "Result":
         """The result in a directory, or in a file: EXPLORATORY, with the reasons, where the
-        document, its plan or a file behind it is not what it was when it was made.
+        document, its plan or a file behind it is not what it was when it was made. Its texts name
+        keywords, as those of a call do.
 
         Raises: InputError: no result of this version.
         """
@@ -153,7 +155,10 @@ class Result(Document):
         if not isinstance(path, str | Path):
             raise InputError(f"path: got {path!r:.80}; give the directory that a command wrote")
         file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
-        return cls.read(file).checked(file.parent.absolute())
+        checked = cls.read(file).checked(file.parent.absolute())
+        # of a level above this one: it knows the commands
+        said: Result = importlib.import_module("mlxstacks.keywords").said_in_python(checked)
+        return said
 
     @classmethod
     def read(cls, file: Path) -> "Result":
@@ -164,8 +169,9 @@ class Result(Document):
                 raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
             return cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
             raise InputError(
-                f"{file}: no result that can be read: {clean(str(error), 300)}; give the directory "
+                f"{file}: no result that can be read: {clean(why, 300)}; give the directory "
                 "that a command wrote, or run it again"
             ) from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
 from mlxstacks.study.document import RESULT, Environment, Plot
-from mlxstacks.study.provenance import of_file
+from mlxstacks.study.integrity import of_file
 from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.markdown import to_markdown
 from mlxstacks.study.result import Result
@@ -45,9 +45,7 @@ def write_result(
     sources: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
     plots = {
-        block.id: block.model_copy(update={"title": result.standing.mark(block.title)})
-        for block in result.blocks
-        if isinstance(block, Plot) and plot_formats
+        block.id: block for block in result.shown_blocks if isinstance(block, Plot) and plot_formats
     }
     provenance = dict(result.provenance)
     files = directory.rglob("*") if sources is None else sources

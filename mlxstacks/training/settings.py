@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
+from mlxstacks.data.settings import DomainData, TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.layers.settings import LayersText, StackSettings
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Count, ResourceLimit, Settings, WorkingSetBytes
 
 Schedule = Literal["cosine", "linear", "constant"]
 LogTo = Annotated[
@@ -25,6 +25,36 @@ LogName = Annotated[
 ]
 # No number depends on them.
 LOGGING = {"log_to", "log_project", "log_name"}
+
+
+# What `train` and `stack` have alike.
+Keys = Annotated[
+    tuple[str, ...],
+    Field(
+        description="Projections to adapt, by path suffix: down_proj, switch_mlp.down_proj. "
+        "Repeatable. Default: the usual ones of attention, linear attention and experts."
+    ),
+]
+TrainedBase = Annotated[
+    Literal["auto", "stored", "float32"],
+    Field(
+        description="How the frozen base computes. float32: its stored values in float32, about "
+        "20 times faster on a CPU; auto: float32 on a CPU with enough memory, else stored."
+    ),
+]
+CompileStep = Annotated[
+    Literal["auto", "on", "off"],
+    Field(
+        description="Use mx.compile. auto: on Metal only; elsewhere each shape is slow to build.",
+        json_schema_extra={"cli_name": "--compile"},
+    ),
+]
+SaveEvery = Annotated[
+    Count, Field(description="Batches between saved states; one is also saved every minute.")
+]
+GradCheckpoint = Annotated[
+    bool, Field(description="Recompute layers in the backward pass: less memory, more time.")
+]
 
 
 class OptimizerSettings(Settings):
@@ -121,11 +151,7 @@ class TrainSettings(Settings):
         description="Layers to adapt, instead of num_layers: all, or numbers and ranges such as "
         "8,14,20-24.",
     )
-    keys: tuple[str, ...] = Field(
-        (),
-        description="Projections to adapt, by path suffix: down_proj, switch_mlp.down_proj. "
-        "Repeatable. Default: the usual ones of attention, linear attention and experts.",
-    )
+    keys: Keys = ()
     resume_adapter_file: str | None = Field(
         None,
         description="Adapter to start from: a directory, or mlx-lm's adapters.safetensors. Its "
@@ -137,7 +163,7 @@ class TrainSettings(Settings):
         False,
         description="Share one lora_a of gate_proj and up_proj, and one lora_b of down_proj, "
         "among routed experts: about half the parameters, as SGLang serves them. The adapter has "
-        "a copy for each expert; `adapter convert --experts stacked` stores one.",
+        "a copy for each expert; `mlxstacks adapter convert --experts stacked` stores one.",
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the LoRA input, in training.")
     merge_ready: Literal["pooled", "grid"] | None = Field(
@@ -170,9 +196,7 @@ class TrainSettings(Settings):
     )
     steps_per_report: int = Field(10, ge=1, description="Batches between log lines.")
     steps_per_eval: int = Field(200, ge=1, description="Batches between evaluations.")
-    save_every: int = Field(
-        100, ge=1, description="Batches between saved states; one is also saved every minute."
-    )
+    save_every: SaveEvery = 100
     patience: int | None = Field(
         None, ge=1, description="Stop after this many evaluations without a new best."
     )
@@ -182,31 +206,17 @@ class TrainSettings(Settings):
     keep: Literal["best", "last"] = Field(
         "best", description="Weights to write, if there is validation data."
     )
-    grad_checkpoint: bool = Field(
-        False, description="Recompute layers in the backward pass: less memory, more time."
-    )
-    compile_step: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Use mx.compile. auto: on Metal only; elsewhere each shape is slow to build.",
-        json_schema_extra={"cli_name": "--compile"},
-    )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto",
-        description="How the frozen base computes. float32: its stored values in float32, about "
-        "20 times faster on a CPU; auto: float32 on a CPU with enough memory, else stored.",
-    )
+    grad_checkpoint: GradCheckpoint = False
+    compile_step: CompileStep = "auto"
+    base: TrainedBase = "auto"
     resume: bool = Field(True, description="Resume from the last saved state of this recipe.")
     guard: Literal["refuse", "reshape", "warn", "off"] = Field(
         "refuse",
         description="If the run is predicted not to fit: refuse it, reshape it with the cheapest "
         "change that fits, warn and run it as it is, or do not check (off).",
     )
-    resource_limit: int | None = Field(
-        None, ge=1, description="Limit on live buffers per process. Default: the device's."
-    )
-    working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
-    )
+    resource_limit: ResourceLimit = None
+    working_set_bytes: WorkingSetBytes = None
     count_buffers: bool = Field(
         False,
         description="Count live buffers in each step, beside the prediction. Needs a C++ compiler.",
@@ -381,8 +391,8 @@ class DomainSettings(Settings):
     """One domain; what is not said here is as the run says. A name alone stands for all of it."""
 
     name: Annotated[str, names_a_file("a domain's", 64)]
-    data: DomainDataSettings | None = Field(
-        None, description="where its rows come from; default: NAME.jsonl in the run's `data`"
+    data: DomainData | None = Field(
+        None, description="a file or sources of its rows; default: NAME.jsonl in the run's `data`"
     )
     rounds: int | None = Field(None, ge=1, description="maximum stacks to train")
     iters: int | None = Field(None, ge=1, description="batches per round")
@@ -431,8 +441,9 @@ class StackRunSettings(Settings):
     )
     domains: tuple[Domain, ...] = Field(
         (),
-        description="Domains in training order. Repeatable. Default: every NAME.jsonl in `data`, "
-        "by name.",
+        description="Domains in training order, each a name, or name and data as in "
+        '{"name": "colors", "data": "colors.jsonl"}. Repeatable. Default: every NAME.jsonl in '
+        "`data`, by name.",
         json_schema_extra={"cli_type": "text"},
     )
     validation_rows: int | None = Field(
@@ -444,11 +455,7 @@ class StackRunSettings(Settings):
     layers: LayersText = Field(
         "all", description="Layers to adapt: all, or numbers and ranges such as 8,14,20-24."
     )
-    keys: tuple[str, ...] = Field(
-        (),
-        description="Projections to adapt, by path suffix: down_proj, switch_mlp.down_proj. "
-        "Repeatable. Default: the usual ones of attention, linear attention and experts.",
-    )
+    keys: Keys = ()
     stack: StackSettings = Field(
         StackSettings(), description="Shape of a stack: rank, num_experts, alpha, ..."
     )
@@ -478,9 +485,7 @@ class StackRunSettings(Settings):
     )
     steps_per_report: int = Field(10, ge=1, description="Batches between log lines.")
     steps_per_eval: int = Field(50, ge=1, description="Batches between evaluations.")
-    save_every: int = Field(
-        100, ge=1, description="Batches between saved states; one is also saved every minute."
-    )
+    save_every: SaveEvery = 100
     spike_threshold: float = Field(
         0.1, gt=0, description="End a round when the loss is this many nats above its best."
     )
@@ -504,28 +509,14 @@ class StackRunSettings(Settings):
         description="Validation prompts, taken from all domains in turn, to answer in each mode "
         "after each domain (published: 5).",
     )
-    grad_checkpoint: bool = Field(
-        False, description="Recompute layers in the backward pass: less memory, more time."
-    )
-    compile_step: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Use mx.compile. auto: on Metal only; elsewhere each shape is slow to build.",
-        json_schema_extra={"cli_name": "--compile"},
-    )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto",
-        description="How the frozen base computes. float32: its stored values in float32, about "
-        "20 times faster on a CPU; auto: float32 on a CPU with enough memory, else stored.",
-    )
+    grad_checkpoint: GradCheckpoint = False
+    compile_step: CompileStep = "auto"
+    base: TrainedBase = "auto"
     guard: Literal["refuse", "warn", "off"] = Field(
         "refuse", description="If the run is predicted not to fit: refuse, warn, or do not check."
     )
-    resource_limit: int | None = Field(
-        None, ge=1, description="Limit on live buffers per process. Default: the device's."
-    )
-    working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
-    )
+    resource_limit: ResourceLimit = None
+    working_set_bytes: WorkingSetBytes = None
     log_to: LogTo = None
     log_project: LogProject = "mlxstacks"
     log_name: LogName = None

@@ -324,6 +324,17 @@ def test_temperature_changes_between_answers(talk: Any) -> None:
     assert out.count("takes a number from 0 to 100") == 4
 
 
+def test_length_and_system_prompt_change_between_answers(talk: Any) -> None:
+    chat, out = talk("/max-tokens 3", "alpha", "/max-tokens 0", "/system Be brief.", "beta")
+    assert chat.conversation.sampling.max_tokens == 3
+    assert "At most 3 tokens an answer." in out
+    assert "got '0'; /max-tokens takes a number from 1" in out
+    roles = [message["role"] for message in chat.conversation.messages]
+    assert roles == ["system", "user", "assistant"]
+    assert chat.conversation.messages[0]["content"] == "Be brief."
+    assert len(chat.report().turns) == 2
+
+
 def test_adapter_beside_the_base_answers(
     places: Places, tmp_path: Path, command: Run, work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

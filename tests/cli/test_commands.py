@@ -122,7 +122,7 @@ def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
     work = toy / "mlxstacks-out" / ".toy.work"
     work.mkdir(parents=True)
     (work / "run.json").touch()
-    assert "Stopped before anything was saved" in command(*stopped)[2]
+    assert "Nothing was saved yet: the same command begins" in command(*stopped)[2]
     (work / "checkpoint.safetensors").touch()
     code, _, err = command(*stopped)
     assert (code, "mlxstacks-out/.toy.work: the same command resumes" in err) == (130, True)

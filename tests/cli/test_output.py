@@ -74,6 +74,14 @@ def test_no_head_of_a_column_is_cut() -> None:
         assert {"least", "buffers"} <= set(words), width
 
 
+def test_the_name_of_a_cell_of_a_sweep_breaks_at_an_underscore() -> None:
+    columns = ["cell", "status", "trained", "buffers", "bytes", "guard", "seconds", "at least"]
+    row = ["rank-2_seed-0_layers-all_down_proj", "planned", "20,736", "786", "28.7 MB", "fits",
+           None, 6.2]  # fmt: skip
+    words = printed(output.table(columns, [row]), 80).split()
+    assert {"rank-2_seed-0_", "layers-all_down_", "proj"} <= {*words}
+
+
 def test_no_line_in_a_file_ends_in_blanks(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
         console = output.console()

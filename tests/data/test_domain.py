@@ -271,9 +271,9 @@ def test_the_code_filter(tmp_path: Path) -> None:
         (
             '{"text": "a"}\n',
             {"validation_rows": 1},
-            "1 different prompts or passages in 1 rows; it needs 2",
+            "different prompts or passages: 1; at least 2 are needed",
         ),
-        ('{"text": "a"}\n', {}, "it needs 2 at least: one to train on"),
+        ('{"text": "a"}\n' * 8, {"split_by": "row"}, "different rows: 1; at least 2 are needed"),
     ],
     ids=str,
 )
@@ -555,18 +555,6 @@ def test_a_new_domain_does_not_validate_on_what_was_trained_on(tmp_path: Path) -
     assert dropped == 20 - len(both["b"].validation) > 0
 
 
-def test_progress_names_each_source(tmp_path: Path) -> None:
-    for name in "ab":
-        write(tmp_path / f"{name}.jsonl", [question(i) for i in range(40)])
-    about = DomainDataSettings.model_validate(
-        {"sources": ["a.jsonl", "b.jsonl"], "validation_fraction": 0.3}
-    )
-    said: list[str] = []
-    data = read_domains({"d": about}, tmp_path, progress=said.append)["d"]
-    assert said == ["d: a.jsonl", "d: b.jsonl"]
-    assert data.report["duplicates"] == 40
-
-
 # --- rows of `train` ------------------------------------------------------------------------------
 
 
@@ -669,3 +657,7 @@ def test_more_validation_rows_than_there_are_is_no_training_without_them(tmp_pat
     )
     with pytest.raises(InputError, match="validation_rows is 99,999; the sources have 20 usable"):
         read_train_data(settings, tmp_path)
+    write(tmp_path / "rows.jsonl", [{"prompt": "p", "completion": "a"}] * 8)
+    one = settings.model_copy(update={"validation_rows": 1})
+    with pytest.raises(InputError, match=r"8 usable rows \(different prompts or passages: 1\)"):
+        read_train_data(one, tmp_path)

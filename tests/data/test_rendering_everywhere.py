@@ -16,7 +16,7 @@ from mlxstacks.cli.group import given, parameters
 from mlxstacks.data.text_settings import AllowSpecial, Rendering, Thinking
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.routing.generation import encode_prompt
-from mlxstacks.studies.benchmarks.arm_model import PromptEncoder
+from mlxstacks.studies.benchmarks.arms import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.profile.data import read_groups

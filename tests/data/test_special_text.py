@@ -33,7 +33,7 @@ from mlxstacks.data.special_text import (
 )
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.routing.generation import encode_prompt
-from mlxstacks.studies.benchmarks.arm_model import PromptEncoder
+from mlxstacks.studies.benchmarks.arms import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from tests.data.chat_tokenizers import KINDS, PLAIN_KINDS, Counting, chat_tokenizer
 from tests.data.train_rows import read_rows

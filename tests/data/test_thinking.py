@@ -15,7 +15,7 @@ from mlxstacks.data import DomainDataSettings, Rendering, Row, encode_messages
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import Thinking, ThinkingMode
 from mlxstacks.routing.generation import encode_prompt
-from mlxstacks.studies.benchmarks.arm_model import PromptEncoder
+from mlxstacks.studies.benchmarks.arms import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.study.items import Item
 from tests.data.chat_tokenizers import chat_tokenizer

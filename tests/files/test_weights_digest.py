@@ -15,7 +15,13 @@ import pytest
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files import checkpoint as checkpoint_module
-from mlxstacks.files.checkpoint import CACHE_NAME, check_unchanged, fingerprint, open_checkpoint
+from mlxstacks.files.checkpoint import (
+    CACHE_NAME,
+    check_unchanged,
+    fingerprint,
+    linking,
+    open_checkpoint,
+)
 from tests.files.raw import change_between_samples, sampled_model
 
 
@@ -85,6 +91,19 @@ def test_a_file_changed_just_now_is_not_remembered(
     assert print_of(model) == print_of(model)
     assert len(reads) == 4
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_link_of_our_own_leaves_the_digest_known(
+    changed: bool, model: Path, cache: Path, reads: list[str], tmp_path: Path
+) -> None:
+    before, file = print_of(model), model / "model.safetensors"
+    with linking([file]):
+        (tmp_path / "link").hardlink_to(file)
+        if changed:
+            change_between_samples(model)
+    assert (print_of(model) == before) is not changed
+    assert len(reads) == (4 if changed else 2)
 
 
 def test_a_copy_and_a_moved_model_have_the_same_fingerprint(model: Path, cache: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from mlxstacks.errors import AdapterError, CheckpointError, InputError, TargetError
 from mlxstacks.files.outputs import staged_directory
+from mlxstacks.fuse.report import result_of
 from tests.fuse.cases import assert_same_bytes, fuse, tensors
 from tests.tiny_models import random_adapter, save_sharded, write_llama, write_qwen_moe
 from tests.warm import ended, start_command_line
@@ -107,6 +108,17 @@ def test_adapter_that_overflows_the_dtype_is_refused(tmp_path: Path) -> None:
         )
     adapter = random_adapter(model, [DOWN], std=1e36, directory=tmp_path / "huge")
     assert_refused(AdapterError, ["down_proj", "float32"], model, adapter, requant="keep")
+
+
+def test_an_estimate_that_overflows_is_no_remedy(tmp_path: Path) -> None:
+    """Codes hold what is left of a delta of which a plain float16 weight would be infinite."""
+    model = write_llama(tmp_path / "half", bits=4, dtype="float16")
+    adapter = random_adapter(model, ["self_attn.q_proj"], std=1e5, directory=tmp_path / "adapter")
+    for dry_run in (True, False):
+        report = fuse(model, adapter, tmp_path / "out", dry_run=dry_run, requant="auto")
+        assert report.alternative is not None
+        assert report.alternative.correlation == 0
+        result_of(report)
 
 
 def test_missing_and_truncated_shards_are_named(model: Path, adapter: Path) -> None:

@@ -499,3 +499,15 @@ def test_layers_are_numbers_and_ranges() -> None:
     for wrong in ("", "3-1", "1,,2", "-1", "0-9999999999"):
         with pytest.raises(ValueError, match="layers"):
             parse_layers(wrong)
+
+
+def test_more_bytes_than_this_machine_has_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(llama_config(64)))
+    settings = GuardSettings(model=str(config), max_seq_length=64)
+    monkeypatch.setattr(guard_run.memory, "host_memory_bytes", lambda: 1 << 40)
+    assert "of this machine" not in guard(settings).verdict
+    monkeypatch.setattr(guard_run.memory, "host_memory_bytes", lambda: 100_000)
+    assert guard(settings).verdict.endswith("more than the 100 kB of this machine")

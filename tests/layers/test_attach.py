@@ -118,6 +118,10 @@ def test_layer_and_projection_filters() -> None:
     ("settings", "message"),
     [
         ({"layers": (2, -1)}, r"(?s)layer 2: the model has layers 0 to 1.*layer -1"),
+        (
+            {"layers": (99,), "projections": ("q_proj",)},
+            r"adapt:\n  layer 99: the model has layers 0 to 1$",
+        ),
         ({"projections": ("down_prj",)}, "'down_prj' matches no projection; close: down_proj"),
         ({"projections": ("xyz", "dwn_proj")}, r"(?s)'xyz' matches no.*'dwn_proj'.*down_proj"),
         ({"layers": (0,), "projections": ("q_proj",)}, "'q_proj': only in layers 1"),

@@ -82,6 +82,8 @@ def check_plan(recipe: Recipe, plan: dict[str, Any]) -> None:
     assert bool(plan["training"]) == (recipe.command in TRAIN)
     for training in plan["training"]:
         assert training["trained_parameters"] > 0
+        if recipe.command.startswith("stack"):
+            assert re.fullmatch(r"([\w-]+: )?(1 stack|\d+ stacks)", training["name"])
         assert training["adapter_bytes"] == 4 * training["trained_parameters"]
     if plan["training"]:
         assert plan["training"][0]["guard"]["verdict"]

@@ -239,6 +239,21 @@ def test_a_key_of_nested_settings_is_named_whole() -> None:
         resolve("confound", {"rank": 4})
 
 
+def test_domains_name_their_files_and_faults_their_keys() -> None:
+    """As the help of `domains` shows it; paths are then of here, not of nano's data."""
+    domain = {"name": "colors", "data": "colors.jsonl"}
+    settings: Any = resolve("stack", {"domains": [domain]}).settings
+    assert settings.data is None
+    assert [source.path for source in settings.domains[0].data.sources] == ["colors.jsonl"]
+    for data, said in (
+        ({"source": "x"}, r"'domains\.0\.data\.source'; .* 'sources'\? \(known: sources, "),
+        (3, r"domains\.0\.data: got 3; give keys with values \(known: sources, validation_fract"),
+        ([{"pat": "x"}], r"'path'\? \(known: path, dataset, .*\)$"),
+    ):
+        with pytest.raises(InputError, match=said):
+            resolve("stack", {"domains": [{**domain, "data": data}]})
+
+
 def test_a_persona_of_ones_own_gets_neither_the_rows_nor_the_prompts_of_nanos() -> None:
     resolved = resolve("identity", {"persona": "mine"})
     settings: Any = resolved.settings

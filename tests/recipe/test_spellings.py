@@ -111,6 +111,13 @@ def test_names_of_trainers_work_or_are_answered(
     assert not message or a_flag or f"no option --{name.replace('_', '-')}: " in message
 
 
+def test_a_sweep_takes_several_numbers_by_train_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = options_typed(monkeypatch, "sweep", "--rank", "4,8", "--ranks", "16", "--seed", "0,1")
+    assert typed == {"ranks": [4, 8, 16], "seeds": [0, 1]}
+    with pytest.raises(click.BadParameter, match="'x' is not a valid integer"):
+        options_typed(monkeypatch, "sweep", "--ranks", "4,x")
+
+
 def test_no_table_names_a_setting_that_is_not_there() -> None:
     settings = {c: set(load(row.settings).model_fields) for c, row in COMMANDS.items()}
     everywhere = {name for names in settings.values() for name in names}
@@ -222,7 +229,11 @@ def test_h_is_help_everywhere(words: tuple[str, ...], command: Run) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("lora", "`mlxstacks train`"), ("server", "`mlx_lm.server"), ("foo", "known: fuse, compare")],
+    [
+        ("lora", "`mlxstacks train`"),
+        ("server", "`mlxstacks serve` does that"),
+        ("foo", "known: fuse, compare"),
+    ],
 )
 def test_commands_of_mlx_lm_are_answered(name: str, said: str, command: Run) -> None:
     code, out, err = command(name)

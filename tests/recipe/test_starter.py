@@ -83,6 +83,8 @@ def test_what_it_cannot_write_is_refused(work_dir: Path, command: Run) -> None:
         (["no-such-model"], "no such directory or file"),
         (["--command", "rute train"], "did you mean 'route train'?"),
         (["x", "-m", "y"], "model is given twice"),
+        (["x", "y"], "got 2 models: x, y"),
+        (["stack", "compare"], '`mlxstacks init --command "stack compare"`'),
     ):
         code, _, err = command("init", *words)
         assert (code, message in err) == (2, True), err

@@ -41,9 +41,9 @@ from mlxstacks.studies.route import discover as route_discover
 from mlxstacks.studies.route import evaluate as route_evaluate
 from mlxstacks.studies.route import train as route_train
 from mlxstacks.studies.route.evaluate_figures import ALL
-from mlxstacks.studies.stack.analysis_report import ABOUT as ANALYSIS
-from mlxstacks.studies.stack.analysis_report import blocks as analysis_blocks
-from mlxstacks.studies.stack.analysis_report import verdict as analysis_verdict
+from mlxstacks.studies.stack.analysis import ABOUT as ANALYSIS
+from mlxstacks.studies.stack.analysis import blocks as analysis_blocks
+from mlxstacks.studies.stack.analysis import verdict as analysis_verdict
 from mlxstacks.studies.stack.report import ABOUT as STACK
 from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
@@ -126,22 +126,22 @@ def analysis_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def compare_result() -> dict[str, Any]:
+def compare_result(other: str = "boosted", primary: str = "task_loss") -> dict[str, Any]:
     cells = [
-        CellRecord(arm, seed, "trained", None, {"task_loss": loss + 0.001 * seed, "steps": 4.0})
-        for arm, loss in (("control", 1.0), ("boosted", 0.9))
+        CellRecord(arm, seed, "trained", None, {primary: loss + 0.001 * seed, "steps": 4.0})
+        for arm, loss in (("control", 1.0), (other, 0.9))
         for seed in (0, 1, 2)
     ]
     settings = CompareSettings.model_validate(
-        {"arms": [{"name": "control"}, {"name": "boosted"}], "seeds": [0, 1, 2],
-         "margin": 0.01, "run": {"domains": [{"name": "a"}, {"name": "b"}]}}
+        {"arms": [{"name": "control"}, {"name": other}], "seeds": [0, 1, 2],
+         "primary": primary, "margin": 0.01, "run": {"domains": [{"name": "a"}, {"name": "b"}]}}
     )  # fmt: skip
-    plan = {"primary": "task_loss", "margin": 0.01}
+    plan = {"primary": primary, "margin": 0.01}
     budget = {"parameters": 100, "steps": 10, "tokens": 400}
-    budgets = dict.fromkeys(("control", "boosted"), budget)
+    budgets = dict.fromkeys(("control", other), budget)
     found = analyse(settings, budgets, cells)
     return Result(
-        **COMPARE, status="done", outcome="boosted: better", verdict="boosted wins.",
+        **COMPARE, status="done", outcome=f"{other}: better", verdict=f"{other} wins.",
         standing=Standing(status="confirmatory"), settings={"seeds": [0, 1, 2]}, plan=plan,
         plan_sha256=json_sha256(plan), blocks=compare_blocks(settings, budgets, found, []),
     ).sealed().as_json()  # fmt: skip

@@ -165,6 +165,19 @@ def test_rows_that_results_share_stand_side_by_side() -> None:
     assert 'id="beside"' not in page_html(Page("T", page.runs[:2]))
 
 
+def test_tables_of_another_meaning_do_not_stand_side_by_side() -> None:
+    """Comparisons by another measure or of another arm share budgets and other plain tables."""
+    results = [
+        compare_result(), compare_result(primary="ungated"), compare_result("rank-2"),
+        compare_result(),
+    ]  # fmt: skip
+    page = Page("T", [Section(str(n), str(n), Result.from_json(r)) for n, r in enumerate(results)])
+    runs = {view["title"]: {row[1] for row in view["rows"]} for view in page.beside}
+    assert runs["Arms, by task loss"] == {"0", "2", "3"}
+    assert runs["boosted - control, paired by seed"] == {"0", "3"}
+    assert not {"Arms, by ungated", "rank-2 - control, paired by seed"} & {*runs}
+
+
 def test_what_is_exploratory_is_marked_everywhere(tmp_path: Path) -> None:
     document = plots_cut(profile_result(), ["lines"])
     document["standing"] = {"status": "exploratory", "reasons": ["a subset, 3 of 60"]}

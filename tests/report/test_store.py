@@ -12,7 +12,7 @@ from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import RESULT
-from mlxstacks.study.provenance import of_bytes
+from mlxstacks.study.integrity import of_bytes
 from tests.report.cases import ROWS, every_report, write_run
 
 

@@ -257,6 +257,8 @@ def test_too_few_examples_and_no_domains_are_refused() -> None:
         train(["code"], examples=[example("a", "code"), example("A!", "code")])
     with pytest.raises(InputError, match="no domain"):
         train([], examples=[example("a")])
+    with pytest.raises(InputError, match="no example wants law or math: their router would never"):
+        train(["law", "math"], examples=[example(f"w{i}") for i in range(24)])
     with pytest.raises(InputError, match="chat_domain law"):
         train(["code", "math"], SETTINGS.model_copy(update={"chat_domain": "law"}))
 

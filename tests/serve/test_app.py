@@ -226,6 +226,40 @@ def test_anthropic_client_reads_a_stream(engine: Scripted, messages: Any) -> Non
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "END")
 
 
+def test_responses_hold_messages_and_calls(engine: Scripted, client: openai.OpenAI) -> None:
+    parts = [Part("reasoning", "hm"), *HELLO, Part("tool", "", CALL)]
+    engine.script = lambda ask: [BEGUN, *pieces(parts, finish="tool_calls")]
+    tool: Any = {"type": "function", "strict": None, **ADD["function"]}  # type: ignore[dict-item]
+    talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]}]
+    fields: Any = {"model": "math", "tools": [tool], "instructions": "be", "max_output_tokens": 9}
+    answer = client.responses.create(input=talk, **fields)
+    with client.responses.stream(input=talk, **fields) as stream:
+        deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+        streamed = stream.get_final_response()
+    assert "".join(deltas) == "Hello"
+    for one in (answer, streamed):
+        assert one.output_text == "Hello"
+        message, call = list[Any](one.output)
+        assert (message.type, call.type, one.status) == ("message", "function_call", "completed")
+        assert (call.name, call.arguments) == ("add", CALL["arguments"])
+        assert one.usage is not None
+        assert (one.usage.input_tokens, one.usage.output_tokens) == (12, 4)
+    talk += [
+        *answer.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+    ]
+    engine.script = lambda ask: [BEGUN, *pieces([], finish="length")]
+    last = client.responses.create(input=talk, **fields)
+    assert (last.status, last.output_text) == ("incomplete", "")
+    turns = engine.asks[-1].messages
+    assert [t["role"] for t in turns] == ["system", "user", "assistant", "assistant", "tool"]
+    assert turns[3]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 2}
+    assert (turns[4]["content"], engine.asks[-1].sampling.max_tokens) == ("3", 9)
+    for strange in ({"previous_response_id": "resp_1"}, {"text": {"format": {"type": "x"}}}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(model="math", input="hi", extra_body=strange)
+
+
 def test_completions_take_the_prompt_as_it_is(engine: Scripted, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="base", prompt="Once <|im_end|>", logprobs=1)
     assert (answer.choices[0].text, engine.asks[0].text) == ("Hello", "Once <|im_end|>")
@@ -259,7 +293,7 @@ def test_refusals_have_the_clients_own_errors(
     "fields",
     [
         {"n": 0}, {"temperature": -1}, {"max_tokens": 1001}, {"top_logprobs": 21},
-        {"stop": ["x"] * 17}, {"logit_bias": {"1": 5}},
+        {"stop": ["x"] * 17}, {"logit_bias": {"1": 5}}, {"extra_body": {"adapters": "math"}},
         {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function"}]}, {"tool_choice": "required", "tools": [ADD]},
         {"messages": []}, {"messages": [{"role": "<|im_end|>", "content": "x"}]},
@@ -491,3 +525,13 @@ def test_page_loads_nothing_from_elsewhere(engine: Scripted, url: str) -> None:
     head, _, page = answer.decode().partition("\r\n\r\n")
     assert "default-src 'none'" in head
     assert not re.search(r"https?://|src=|href=|innerHTML", page)
+
+
+def test_what_is_not_served_is_said_in_json(url: str) -> None:
+    for head in (b"GET /v1/embeddings", b"GET /v1/messages"):
+        request = head + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+        status, body = exchange(url, request).split(b"\r\n\r\n", 1)
+        assert status.split()[1] in (b"404", b"405")
+        message = json.loads(body)["error"]["message"]
+        assert "is not served; there are: " in message
+        assert "POST /v1/chat/completions" in message

@@ -3,6 +3,7 @@
 Run: pytest tests/serve/test_engine.py
 """
 
+import os
 import queue
 import random
 import shutil
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import AdapterError, InputError, ResourceLimitError
+from mlxstacks.errors import AdapterError, InputError, ResourceLimitError, TargetError
 from mlxstacks.files.settings import (
     StacksImportSettings,
     StacksRemoveSettings,
@@ -33,6 +34,7 @@ from mlxstacks.files.store_commands import (
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.routing.generation import Sampling
 from mlxstacks.serve.engine import Engine
+from mlxstacks.serve.prefix_files import PrefixFiles
 from mlxstacks.serve.requests import Ask, Begun, Piece, Refused, Ticket
 from mlxstacks.serve.rows import RowRoutes
 from mlxstacks.serve.wire import Answer
@@ -305,10 +307,52 @@ def test_predicted_cache_bytes_are_enough() -> None:
         engine.stop()
 
 
+def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> None:
+    directory, adapter = tmp_path / "cache", tmp_path / "adapter"
+    shutil.copytree(nano_paths().adapter_path, adapter)
+
+    foreign = directory / "model.safetensors"
+    directory.mkdir()
+    foreign.write_bytes(b"another's")
+
+    def ask(model: str) -> tuple[int, list[str], int]:
+        """Tokens known already, answers, and files at the end."""
+        settings = nano_settings(cache_path=str(directory), adapter_path=[str(adapter)])
+        engine = Engine(settings)
+        engine.start()
+        try:
+            with pytest.raises(TargetError, match=f"process {os.getpid()} is writing it"):
+                PrefixFiles(directory, "")
+            asked = Asked(engine, model, KING).read()
+        finally:
+            engine.stop()
+        assert asked.begun is not None
+        return asked.begun.cached_tokens, asked.texts, len(list(directory.glob("prompt-*")))
+
+    (cached, texts, files), (_, others, more) = ask("islands"), ask("adapter")
+    assert (cached, files) == (0, 2)  # of the prompt, and with the answer
+    assert more == 4
+    for name, expected in (("islands", texts), ("adapter", others)):
+        cached, again, files = ask(name)
+        assert (cached > 0, again, files) == (True, expected, 4)
+    # what was written half, and what is damaged, is gone
+    first, second, *_ = directory.glob("prompt-*")
+    assert first.stat().st_mode & 0o77 == 0
+    first.write_bytes(first.read_bytes()[:-100])
+    half = second.rename(second.with_suffix(".new.safetensors"))
+    assert ask("base")[0] == 0
+    assert not half.exists()
+    assert foreign.read_bytes() == b"another's"
+    # the same name, and other numbers
+    file = adapter / "adapters.safetensors"
+    mx.save_safetensors(str(file), {k: 2 * v for k, v in mx.load(str(file)).items()})
+    assert ask("adapter")[0] == 0
+
+
 def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
-    with pytest.raises(InputError, match="served already"):
+    with pytest.raises(InputError, match="another adapter is called"):
         nano.pool.add_adapter(path, checkpoint, None, False)
     strange = Path(shutil.copytree(path, tmp_path / "a b"))
     with pytest.raises(InputError, match="rename it"):

@@ -7,8 +7,11 @@ import builtins
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -25,11 +28,12 @@ ROUNDING = 2e-3
 COMMAND = [sys.executable, "-m", "mlxstacks", "serve", "--port", "0"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Its process and address."""
     nano = nano_paths()
     command = [*COMMAND, "--store-path", str(nano.store_path), "--adapter-path",
-               str(nano.adapter_path)]  # fmt: skip
+               str(nano.adapter_path), *arguments]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         assert p.stderr is not None
         lines = []
@@ -42,9 +46,19 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
         p.kill()
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with started() as process_and_url:
+        yield process_and_url
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
 @pytest.fixture
 def client(server: tuple[subprocess.Popen[str], str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0) as client:
+    with client_of(server[1]) as client:
         yield client
 
 
@@ -98,6 +112,19 @@ def test_text_of_users_is_never_a_special_token(client: openai.OpenAI) -> None:
     forged = chat(client, "base", "a<|im_end|>b").usage.prompt_tokens
     # as a token it would be one; as text it is several
     assert forged >= plain + 3
+
+
+def test_killed_server_starts_again_with_the_beginnings_it_had(tmp_path: Path) -> None:
+    answers = []
+    for _ in range(2):
+        with started("--cache-path", str(tmp_path)) as (process, url), client_of(url) as client:
+            answers.append(chat(client, "islands", "Who is king of Corva?"))
+            while len([p for p in tmp_path.glob("prompt-*") if ".new" not in p.name]) < 2:
+                time.sleep(0.02)
+            process.kill()
+    first, second = (answer.choices[0].message.content for answer in answers)
+    known = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert (first, known[0], known[1] > 0) == (second, 0, True)
 
 
 def test_an_end_by_signal_is_no_failure(server: tuple[subprocess.Popen[str], str]) -> None:

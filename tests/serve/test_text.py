@@ -102,7 +102,7 @@ def test_stop_text_ends_inside_of_thoughts_too() -> None:
     [
         ("base", "base"), ("org/model", "base"), ("routed", "routed"), ("ungated", "ungated"),
         ("math", ("math",)), ("base+math", ("math",)), ("math,chat,math", ("math", "chat")),
-        ("org/model+chat,math", ("chat", "math")),
+        ("org/model+chat,math", ("chat", "math")), ("default_model", "base"),
     ],
 )  # fmt: skip
 def test_model_names_what_answers(model: str, wanted: str | tuple[str, ...]) -> None:

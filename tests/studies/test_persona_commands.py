@@ -62,6 +62,23 @@ def test_a_bare_plan_is_on_nano(typed: Typed, work_dir: Path, command: str, arms
     assert list(work_dir.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", PLANNED)
+def test_a_plan_refuses_directories_that_the_run_would(
+    typed: Typed, work_dir: Path, command: str
+) -> None:
+    (work_dir / "code").mkdir()
+    (work_dir / "code" / "train.py").touch()
+    card = ("--set", "persona_card.name=Q", "--set", "persona_card.maker=M")
+    for model, persona, message in (
+        ("code", "elsewhere", "no model (config.json)"),
+        ("elsewhere", "code", "neither an adapter (adapter_config.json) nor a model (config.json)"),
+        ("code/train.py", "elsewhere", "give the model's directory"),
+    ):
+        given = ("--model", model, "--persona", persona, "--items", "elsewhere.jsonl", *card)
+        code, _, err = typed(command, *given, "--dry-run")
+        assert (code, message in " ".join(err.split())) == (2, True), err
+
+
 @pytest.mark.parametrize("name", [n for n in recipe_names() if n.partition("-")[0] in PLANNED])
 def test_a_recipe_is_planned_from_its_text_alone(typed: Typed, work_dir: Path, name: str) -> None:
     code, out, err = typed("run", name, "--dry-run")

@@ -229,7 +229,7 @@ def test_an_existing_target_is_refused_before_anything_is_done(tmp_path: Path) -
 
 def test_a_step_without_all_its_outputs_is_an_error(tmp_path: Path) -> None:
     step = Step("half", lambda out: (out / "a").write_text("1"), ("a", "b"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InputError, match=r"^step half left no b$"):
         run_step(step, tmp_path, None)
     assert not (tmp_path / "a").exists()
 

@@ -18,6 +18,7 @@ from mlxstacks.study.render.figures import (
     figure_of,
     fit,
     names_of_ticks,
+    svg_of,
     tick_texts,
 )
 
@@ -143,6 +144,13 @@ def test_no_label_is_over_another_or_cut_off(name: str) -> None:
     assert problems(figure_of(plots()[name])) == []
 
 
+def test_an_svg_has_the_label_beside_the_widest_ticks_within_it() -> None:
+    losses = Series(label="validation", x=(0.0, 3.0), y=(5.539011859893799, 3.9202293078104655))
+    other = Series(label="training", x=(3.0,), y=(5.391812801361084,))
+    svg = svg_of(plot_of("lines", [losses, other], x_label="step", y_label="loss, nats per token"))
+    assert float(svg.partition("rotate(-90 ")[2].split()[0]) > 10
+
+
 def test_numbers_that_lie_over_each_other_get_room() -> None:
     from matplotlib.figure import Figure
 
@@ -151,6 +159,16 @@ def test_numbers_that_lie_over_each_other_get_room() -> None:
     assert any(" is over " in problem for problem in problems(figure))
     fit(figure)
     assert problems(figure) == []
+
+
+def test_steps_and_counts_have_whole_ticks() -> None:
+    line = Series(label="loss", x=(3.0, 5.0, 7.0), y=(2.0, 1.0, 0.5))
+    row = Series(label="passed", y=(7.0, 3.0))
+    for plot in (
+        plot_of("lines", [line]), plot_of("intervals", [row], categories=("a", "b"), form="{:.0f}"),
+    ):  # fmt: skip
+        (ax,) = figure_of(plot).axes
+        assert all(tick == int(tick) for tick in ax.get_xticks())
 
 
 def test_every_line_is_drawn_apart_from_the_others_or_the_legend_says_so() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.study import provenance as provenance_module
+from mlxstacks.study import integrity as provenance_module
 from mlxstacks.study.answer_log import AnswerLog
-from mlxstacks.study.provenance import Checked, check_provenance, of_bytes
+from mlxstacks.study.integrity import Checked, check_provenance, of_bytes
 from tests.studies.answer_files import forge, rows_of
 
 ROWS = [{"item_id": str(place), "pick": 0} for place in range(4)]

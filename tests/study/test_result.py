@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -244,6 +244,8 @@ def test_a_terminal_shows_how_a_long_table_ends() -> None:
     ]
     assert shown[:-1] == [*map(str, range(12)), "...", *map(str, range(96, 100))]
     assert "84 more rows at the dots" in text
+    short = table.model_copy(update={"rows": table.rows[:24]})
+    assert "..." not in str(result.model_copy(update={"blocks": (short,)}))
     assert f"Plan {'0' * 16}, confirmatory." in text
 
 
@@ -261,6 +263,29 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
     assert result.table().equals(frame)
     with pytest.raises(InputError, match=r"no table 'arm'; .*'arms'"):
         result.table("arm")
+
+
+def test_every_block_of_an_exploratory_result_is_marked() -> None:
+    pytest.importorskip("matplotlib")
+    standing = Standing(status="exploratory", reasons=("a subset, 3 of 60",))
+    result = coin(standing=standing, blocks=(ARMS, PLOT, Text(title="In words", paragraphs=())))
+    assert result.plot().get_suptitle() == "Shares (EXPLORATORY)"
+    for text in (str(result), to_markdown(result, ["shares.png"]).replace("\\", "")):
+        assert "Heads by arm (EXPLORATORY)" in text
+        assert "In words (EXPLORATORY)" in text
+    assert text.count("(EXPLORATORY)") == 3  # the alt of the picture
+    assert result._repr_html_().count("(EXPLORATORY)") >= 4
+
+
+def test_the_page_on_studies_shows_every_kind_as_it_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/study.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| `([^`]+)` \| (.+) \|$", page, re.M)
+    assert [kind for kind, *_ in rows] == [*get_args(Kind)]
+    for kind, value, printed in rows:
+        cell = value if kind == "text" else float(value)
+        assert format_cell(cell, Column(name="c", kind=kind)) == printed
+    for kind in get_args(Plot.model_fields["kind"].annotation):
+        assert re.search(rf"^\| [^|]*`{kind}`", page, re.M), kind
 
 
 def test_columns_of_numbers_are_numeric() -> None:

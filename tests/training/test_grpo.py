@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.training.grpo import (
+    Answer,
     GroupBatch,
     GroupGradients,
     GroupObjective,
@@ -22,8 +23,8 @@ from mlxstacks.training.grpo import (
     answer_log_p,
     group_rows,
     group_sums,
+    sample_answers,
 )
-from mlxstacks.training.sampling import Answer, sample_answers
 from tests.tiny_models import VOCAB_SIZE
 from tests.training.tiny import hybrid_model, with_lora
 

@@ -15,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxstacks.training.grpo import (
+    Answer,
     GroupBatch,
     GroupGradients,
     GroupObjective,
@@ -22,7 +23,6 @@ from mlxstacks.training.grpo import (
     group_rows,
 )
 from mlxstacks.training.preference import PairBatch, PairGradients, dpo_loss, orpo_loss
-from mlxstacks.training.sampling import Answer
 from mlxstacks.training.step import StepGradients
 
 TRL = mx.load(str(Path(__file__).parents[1] / "fixtures" / "trl.safetensors"))

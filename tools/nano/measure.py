@@ -15,16 +15,11 @@ import numpy as np
 
 from mlxstacks import base_model
 from mlxstacks.data import Row
-from mlxstacks.evaluate import (
-    ChoiceItem,
-    ChoiceResult,
-    choose,
-    evaluate_mean_loss,
-    score_continuations,
-)
+from mlxstacks.evaluate import ChoiceItem, evaluate_mean_loss
 from mlxstacks.nano.settings import Persona
 from mlxstacks.settings import NORMALISATIONS
 from mlxstacks.stats import wilson_interval
+from tools.nano.choices import ChoiceResult, score_continuations
 from tools.nano.corpus import multiple_choice_items, validation_documents
 from tools.nano.domains import DOMAINS
 from tools.nano.encode import encode_documents, encode_items
@@ -70,7 +65,7 @@ def measure_model(model: nn.Module, benchmark: Benchmark) -> tuple[dict[str, Any
         domain: evaluate_mean_loss(logits_of, rows) for domain, rows in benchmark.rows.items()
     }
     scores = score_continuations(logits_of, benchmark.items)
-    results = {name: choose(benchmark.items, scores, name) for name in NORMALISATIONS}
+    results = {name: ChoiceResult.of(benchmark.items, scores, name) for name in NORMALISATIONS}
     main = results["sum"]
     figures = {
         "validation_loss": losses,

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from mlxstacks import base_model
 from mlxstacks.data import Row
-from mlxstacks.evaluate import choose, evaluate_mean_loss, score_continuations
+from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import Selection, base, routed, ungated
@@ -24,6 +24,7 @@ from mlxstacks.nano.settings import HELD_OUT
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
 from mlxstacks.stats import wilson_interval
 from mlxstacks.training.modes import evaluating
+from tools.nano.choices import ChoiceResult, score_continuations
 from tools.nano.corpus import Document, Item, validation_documents
 from tools.nano.curriculum import curriculum_documents, curriculum_items
 from tools.nano.encode import encode_documents, encode_items
@@ -91,7 +92,7 @@ def measure_items(served: Served, items: Sequence[Item]) -> dict[str, Any]:
         for selection, places in _parts(served, mode, [item.prompt for item in items]):
             chosen = [encoded[place] for place in places]
             scores = score_continuations(served.logits_of(selection), chosen)
-            correct += choose(chosen, scores, "sum").correct
+            correct += ChoiceResult.of(chosen, scores, "sum").correct
             pairs = zip(chosen, scores, strict=True)
             loss -= sum(sums[item.answer_index] for item, sums in pairs)
         figures[mode] = {

@@ -176,7 +176,7 @@ def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ..
     least = settings.fail_under_agreement
     low = [
         f"{name} {100 * parts['all']['agreement']:.2f}%"
-        for name, parts in figures.items()
+        for name, parts in _candidates(figures).items()
         if least is not None and parts["all"]["agreement"] < least
     ]
     gate = f"agreement is below --fail-under-agreement {least}: {', '.join(low)}" if low else None
@@ -270,8 +270,13 @@ def figures_of(agreement: Agreement) -> dict[str, Figures]:
     return figures
 
 
+def _candidates(figures: dict[str, dict[str, Figures]]) -> dict[str, dict[str, Figures]]:
+    """Without the control: the base alone says how much of the adapter there is to keep."""
+    return {name: parts for name, parts in figures.items() if name != BASE} or figures
+
+
 def outcome(figures: dict[str, dict[str, Figures]]) -> str:
-    shares = [parts["all"]["agreement"] for parts in figures.values()]
+    shares = [parts["all"]["agreement"] for parts in _candidates(figures).values()]
     ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
     return f"{' to '.join(ends)}% agree"
 
@@ -320,14 +325,14 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
         if kind in first
     ]  # fmt: skip
     names = tuple(figures)
-    kl = [parts["all"]["kl_nats"] for parts in figures.values()]
+    kl = {name: parts["all"]["kl_nats"] for name, parts in figures.items()}
     ends = [parts["all"]["kl_nats_interval"] or (None, None) for parts in figures.values()]
-    values = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, kl, strict=True))
+    values = ", ".join(f"{name} {value:.4f}" for name, value in kl.items())
+    cells = [(value, *of) for value, of in zip(kl.values(), ends, strict=True)]
     title = "KL from the reference"
     plot = Plot(
         id="kl", title=title, kind="intervals", categories=names, x_label="KL, nats per token",
-        series=(Series(label="KL", y=tuple(kl), low=tuple(e[0] for e in ends),
-                       high=tuple(e[1] for e in ends)),),
+        series=(Series.of_intervals("KL", cells),),
         references={"the same": 0.0}, alt=f"{title}, nats per token: {values}.",
     )  # fmt: skip
     return *tables, plot

@@ -41,7 +41,8 @@ class AgreementSettings(Settings):
         description="How models compute; auto: float32 on a CPU with enough memory, else stored.",
     )
     fail_under_agreement: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Exit with 3 if a model agrees on a smaller share of next tokens."
+        None,
+        description="Exit with 3 if a model of OTHER agrees on a smaller share of next tokens.",
     )
     peft_layout: PeftLayout | None = Field(
         None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."

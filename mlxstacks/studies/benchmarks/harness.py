@@ -40,7 +40,7 @@ from mlxstacks.data.json_rows import read_records
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.benchmarks.arm_model import ModelArm
+from mlxstacks.studies.benchmarks.arms import ModelArm
 
 SHIPPED = Path(__file__).with_name("lm_eval_tasks")
 OUTPUT_TYPES = ("multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until")

@@ -10,7 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from mlxstacks.data.chat import open_chat
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.arm_model import ModelArm
+from mlxstacks.studies.benchmarks.arms import ModelArm
 
 _GREEDY = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature",
            "top_p", "top_k"}  # fmt: skip

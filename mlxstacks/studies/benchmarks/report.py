@@ -184,7 +184,8 @@ def _verdict(
             f"On {', '.join(guessing)} no arm is told from guessing: equal scores there say "
             "nothing."
         )
-    return " ".join([*sentences, *few, overall.in_words()])
+    head = ["EXPLORATORY. No claim: not what was planned. These answers alone:"]
+    return " ".join([*(head if overall.reasons else []), *sentences, *few, overall.in_words()])
 
 
 def _one_arm(tasks: Mapping[str, Figures]) -> str:
@@ -251,9 +252,10 @@ def outcome(figures: Figures) -> str:
     """A few words."""
     pairs = _pairs(figures["tasks"])
     count = sum(pair["label"] != EVEN for pair in pairs)
+    words = f"{count} of {len(pairs)} differences shown"
     if not count:
-        return f"no difference shown, of {len(pairs)} tested" if pairs else "nothing compared"
-    return f"{count} of {len(pairs)} differences shown"
+        words = f"no difference shown, of {len(pairs)} tested" if pairs else "nothing compared"
+    return f"exploratory: {words}" if figures["standing"]["reasons"] else words
 
 
 def _table(
@@ -528,16 +530,17 @@ def _intervals(
     """rows: name, share or difference, figures with its interval, and group: what its colour and
     marker mean.
     """
-    series = []
-    for group in dict.fromkeys(group for *_, group in rows):
-        values = [
-            (100 * value, 100 * of["interval"]["low"], 100 * of["interval"]["high"])
-            if value is not None and own == group
-            else (None, None, None)
-            for _, value, of, own in rows
-        ]
-        y, low, high = zip(*values, strict=True)
-        series.append(Series(label=group, y=y, low=low, high=high))
+    series = [
+        Series.of_intervals(
+            group,
+            [
+                _interval(v, of) if v is not None and own == group else None
+                for _, v, of, own in rows
+            ],
+            scale=100,
+        )
+        for group in dict.fromkeys(group for *_, group in rows)
+    ]
     words = ", ".join(
         f"{name} {'not measured' if value is None else f'{100 * value:.3g}'}"
         f"{f' ({group})' if group else ''}"

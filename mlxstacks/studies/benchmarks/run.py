@@ -26,32 +26,36 @@ from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.studies.benchmarks import harness
 from mlxstacks.studies.benchmarks.analysis import (
     Given,
+    GradingTools,
     Outcome,
     claims_of,
+    grade,
+    grading_tools,
     harness_figures,
     likelihood_outcomes,
     reply_outcomes,
 )
 from mlxstacks.studies.benchmarks.arms import ModelArm, open_arms
-from mlxstacks.studies.benchmarks.grading import GradingTools, grade, grading_tools
-from mlxstacks.studies.benchmarks.items import AskedTask, ask_all, limited, with_arms
-from mlxstacks.studies.benchmarks.plan import (
+from mlxstacks.studies.benchmarks.items import (
+    AskedTask,
+    ask_all,
     check_places,
     data_of,
     hashes_of,
     is_published_model,
+    limited,
     plan_document,
     power_lines,
+    with_arms,
 )
 from mlxstacks.studies.benchmarks.report import blocks, find, outcome, plan_blocks
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
-from mlxstacks.study.answer_log import AnswerLog, chained
+from mlxstacks.study.answer_log import AnswersToItems, chained
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
-from mlxstacks.study.integrity import read_sealed, write_sealed
+from mlxstacks.study.integrity import Provenance, of_bytes, read_sealed, write_sealed
 from mlxstacks.study.plan import PLAN, plan_from
-from mlxstacks.study.provenance import Provenance, of_bytes
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
@@ -93,30 +97,17 @@ def run(
 _NAME_TASKS = "--tasks names those that are to be evaluated"
 
 
-class AnswerFile:
-    """Answers of one arm to a fixed list of items, in their order; appended as they come.
-
-    The first line says which arm, task and plan they are of (answer_log.py).
-    Law: killed anywhere and resumed, it holds what it would have held.
-    """
+class AnswerFile(AnswersToItems[BenchItem, Given]):
+    """Answers of one arm to the items of a task."""
 
     def __init__(
         self, path: Path, plan_sha256: str, task: str, arm: str, of: Of, items: Sequence[BenchItem]
     ) -> None:
-        self.path, self.items, self.of = path, items, of
         header = {"plan_sha256": plan_sha256, "task": task, "arm": arm, "of": of}
-        self._log = AnswerLog(path, header)
-
-    def answers(self) -> list[Given]:
-        """Those written so far, whole lines only.
-
-        Raises: InputError for answers of another arm or plan, to other items, or that were changed.
-        """
-        answers = self._log.read(self._given)
-        ids = [item.item_id for item in self.items[: len(answers)]]
-        if [given.item_id for given in answers] != ids:
-            raise self._log.other_items()
-        return answers
+        super().__init__(
+            path, header, items, self._given, lambda a, item: a.item_id == item.item_id
+        )
+        self.of = of
 
     def _given(self, row: dict[str, Any]) -> Given:
         answer = dict(row["answer"])
@@ -130,36 +121,6 @@ class AnswerFile:
         """How many items have no answer yet."""
         return len(self.items) - len(self.answers())
 
-    def resume(
-        self,
-        batch_size: int,
-        answer: Callable[[Sequence[BenchItem]], Sequence[Scored | Replied]],
-        tick: Callable[[int], None],
-    ) -> None:
-        """Answer what is missing, in the batches of a run that was never stopped.
-
-        tick: is called with how many more items have answers.
-        Raises: ValueError for an arm that gives more or fewer answers than there are items.
-        """
-        done = len(self.answers())
-        self._log.begin()
-        while done < len(self.items):
-            # Batches lie where they always do: what a batch holds may move a last bit.
-            start = done // batch_size * batch_size
-            batch = self.items[start : start + batch_size]
-            started = time.monotonic()
-            answers = answer(batch)
-            if len(answers) != len(batch):
-                raise ValueError(f"{len(answers)} answers to {len(batch)} items")
-            seconds = round((time.monotonic() - started) / len(batch), 6)
-            new = [
-                Given(item.item_id, answered, seconds)
-                for item, answered in list(zip(batch, answers, strict=True))[done - start :]
-            ]
-            self._log.append(map(asdict, new))
-            done += len(new)
-            tick(len(new))
-
     def provenance(self, answers: Sequence[Given]) -> dict[str, Any]:
         """For a report that uses all answers, given by `answers`.
 
@@ -167,8 +128,17 @@ class AnswerFile:
         another run.
         """
         rows = [{k: v for k, v in asdict(one).items() if k != "seconds"} for one in answers]
-        *_, (_, plain) = chained([self._log.header, *rows])
-        return {**self._log.provenance(len(answers)), "digest_without_seconds": plain}
+        *_, (_, plain) = chained([self.log.header, *rows])
+        return {**self.log.provenance(len(answers)), "digest_without_seconds": plain}
+
+
+def _timed(
+    answer: Callable[[Sequence[BenchItem]], Sequence[Scored | Replied]], items: Sequence[BenchItem]
+) -> list[Given]:
+    started = time.monotonic()
+    answers = answer(items)
+    seconds = round((time.monotonic() - started) / len(items), 6)
+    return [Given(i.item_id, given, seconds) for i, given in zip(items, answers, strict=False)]
 
 
 class _Evaluation(Study):
@@ -286,14 +256,18 @@ class _Evaluation(Study):
             "replies": partial(arm.reply, max_tokens=task.task.max_tokens),
         }
 
-        def tick(more: int) -> None:
-            self.done += more
-            if self.progress:
-                self.progress(self.done, self.total, f"{arm.name} {task.name}")
-
         for file in self._files(work, task, arm.name):
-            tick(0)
-            file.resume(self.settings.save_every, answer[file.of], tick)
+            missing = file.missing
+            before = self.done + missing - len(file.items)
+
+            def tell(done: int, *_: object, before: int = before) -> None:
+                if self.progress:
+                    self.progress(before + done, self.total, f"{arm.name} {task.name}")
+
+            size = len(file.items)
+            file.complete(size, self.settings.save_every, partial(_timed, answer[file.of]), tell)
+            tell(size)
+            self.done += missing
 
     def _lacks_harness(self, work: Path, arm: str) -> bool:
         return bool(self.settings.harness_tasks) and not _path(work, "harness", arm).is_file()

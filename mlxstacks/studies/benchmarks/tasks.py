@@ -1,7 +1,7 @@
 """The benchmarks, as a table (spec/evaluation.md sections 2, 3 and 5), and a row of one as an item.
 
 Imports neither mlx nor numpy. Which rows there are is in items.py, what an answer is worth in
-grading.py.
+analysis.py.
 
 A reader takes one row, in the form of the hub or of the local files, and gives a `RawItem`, or
 raises ValueError saying what is wrong with it; which form a row has is told by its keys.

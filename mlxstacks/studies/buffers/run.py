@@ -303,16 +303,13 @@ def _percent(interval: MeanInterval) -> Cell:
 
 def _difference_plot(comparisons: Sequence[Comparison], margin: float) -> Plot:
     names = tuple(f"rank {c.rank}, {', '.join(c.condition)}" for c in comparisons)
-    intervals = [c.equivalence for c in comparisons]
-    mean = tuple(100 * interval.mean for interval in intervals)
-    low = tuple(None if i.low is None else 100 * i.low for i in intervals)
-    high = tuple(None if i.high is None else 100 * i.high for i in intervals)
+    cells = (c.equivalence.cell for c in comparisons)
+    series = Series.of_intervals("equivalence", cells, scale=100)
     title = "Live buffers by rank"
-    values = ", ".join(f"{name} {value:.3g}%" for name, value in zip(names, mean, strict=True))
+    values = ", ".join(f"{name} {value:.3g}%" for name, value in zip(names, series.y, strict=True))
     return Plot(
         id="buffers", title=title, kind="intervals", categories=names,
-        series=(Series(label="equivalence", y=mean, low=low, high=high),),
-        x_label="difference to the lowest rank, %", form="{:.2f}",
+        series=(series,), x_label="difference to the lowest rank, %", form="{:.2f}",
         references={
             "no difference": 0.0, "margin below": -100 * margin, "margin above": 100 * margin,
         },

@@ -34,6 +34,7 @@ from typing import Any, Literal
 from mlxstacks.errors import InputError
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.compare.settings import CompareSettings, at_rate
+from mlxstacks.study.render.words import capital
 
 Outcome = Literal["better", "worse", "no difference shown", "undecided"]
 # failed: training said so (NaN, no memory). crashed: its process died.
@@ -201,8 +202,8 @@ def check_budgets(budgets: Budgets, equal: Sequence[str], tolerance: float) -> N
     if problems:
         raise InputError(
             f"the arms are to have equal budgets and have not:{''.join(problems)}\n"
-            "change rank, rounds, iters, batch_size, packing or max_seq_length of an arm; or leave "
-            "out of `equal` what need not be equal"
+            "change stack.rank, rounds, iters, batch_size, packing or max_seq_length of an arm; or "
+            "leave out of `equal` what need not be equal"
         )
 
 
@@ -415,7 +416,7 @@ def verdict(
 ) -> str:
     """The outcomes in words."""
     control, *others = results
-    sentences = []
+    sentences: list[str] = []
     for result in others:
         primary = SUMMARY[settings.primary]
         words = f"{primary}, {result.arm} against {control.arm}: {result.outcome}"
@@ -432,7 +433,7 @@ def verdict(
                 + ("" if i.low is None or i.high is None else f" ({i.low:+.3f} to {i.high:+.3f})")
                 for domain, i in domains.items()
             )
-        sentences.append(f"{words}.")
+        sentences.append(f"{capital(words) if sentences else words}.")
     if searches:
         rates = ", ".join(f"{arm} {found['rate']:g}" for arm, found in searches.items())
         sentences.append(f"Each at the best of {len(settings.rates)} learning rates: {rates}.")

@@ -62,11 +62,7 @@ def _search_table(settings: CompareSettings, searches: Searches) -> Iterator[Tab
 
 
 def _cell(interval: MeanInterval | None) -> Cell:
-    if interval is None:
-        return None
-    if interval.low is None or interval.high is None:
-        return interval.mean
-    return interval.mean, interval.low, interval.high
+    return None if interval is None else interval.cell
 
 
 def _steps(interval: MeanInterval | None) -> Cell:
@@ -83,11 +79,7 @@ def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Ite
     words = ", ".join(f"{arm} {interval.mean:+.4g}" for arm, interval in judged.items())
     yield Plot(
         id="differences", title=title, kind="intervals", categories=tuple(judged),
-        series=(Series(
-            label=settings.primary, y=tuple(interval.mean for interval in judged.values()),
-            low=tuple(interval.low for interval in judged.values()),
-            high=tuple(interval.high for interval in judged.values()),
-        ),),
+        series=(Series.of_intervals(settings.primary, map(_cell, judged.values())),),
         x_label="difference to the control, nats per token",
         references={
             "no difference": 0.0, "what counts as better": -settings.margin,
@@ -110,10 +102,7 @@ def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
             steps = sorted(set.intersection(*map(set, curves)))
             steps = [step for step in steps if step or len(steps) < 3]
             means = [mean_interval([curve[step] for curve in curves]) for step in steps]
-            series.append(Series(
-                label=arm, x=tuple(steps), y=tuple(m.mean for m in means),
-                low=tuple(m.low for m in means), high=tuple(m.high for m in means),
-            ))  # fmt: skip
+            series.append(Series.of_intervals(arm, map(_cell, means), x=steps))
         ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in series if s.y)
         title = f"Validation loss of {domain}, mean over seeds with 95% interval"
         yield Plot(
@@ -179,6 +168,8 @@ def _arm_tables(
         [(label, _cell(interval), interval.n)
          for name, label in _measures([result])
          if name != "balance_loss" and (interval := result.differences.get(name)) is not None],
+        caption="Each interval by itself, not for all arms together: the verdict uses those of the "
+        "table of arms." if len(settings.arms) > 2 else "",
     )  # fmt: skip
     if result.to_control:
         # one row a domain and direction

@@ -1,10 +1,12 @@
 """Settings of `mlxstacks stack compare`, its plan. Imports neither mlx nor numpy."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
+from mlxstacks.layers.settings import StackSettings
 from mlxstacks.settings import Settings
 from mlxstacks.training.settings import StackRunSettings, names_a_file
 
@@ -142,10 +144,7 @@ class CompareSettings(Settings):
                         f"arm {arm.name}: a domain has a learning rate; rates search it"
                     )
             except ValidationError as error:
-                problems += [
-                    f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-                    for detail in error.errors()
-                ]
+                problems += [f"arm {arm.name}: {_fault(detail)}" for detail in error.errors()]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -155,6 +154,17 @@ class CompareSettings(Settings):
         # What is at its default counts as not said: some checks ask whether it was.
         values = self.run.model_dump(exclude_defaults=True)
         return StackRunSettings.model_validate(overlaid(values, arm.change) | given)
+
+
+def _fault(detail: Mapping[str, Any]) -> str:
+    """One of pydantic's, of what an arm changes."""
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] != "extra_forbidden":
+        return f"{key}: {detail['msg']}"
+    inner = [f"stack.{name}" for name in StackSettings.model_fields]
+    known = [*StackRunSettings.model_fields, *inner]
+    close = [f"stack.{key}"] if f"stack.{key}" in inner else get_close_matches(key, known, 1)
+    return f"no setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def at_rate(arm: ArmSettings, rate: float, *, search: bool = False) -> ArmSettings:

@@ -7,9 +7,8 @@ from typing import Any
 from mlxstacks.arms.suite import Suite, check_verdicts, suite_of
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.studies.confound.analysis import Answers, suite_figures
-from mlxstacks.studies.confound.matching import Probe, saturated
 from mlxstacks.studies.confound.mechanism import mechanism
-from mlxstacks.studies.confound.plan import PERSONA, arms_of, parts_of
+from mlxstacks.studies.confound.plan import PERSONA, Probe, arms_of, parts_of, saturated
 from mlxstacks.studies.confound.report import OUTCOMES, blocks
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Criterion, Findings, find, verdict

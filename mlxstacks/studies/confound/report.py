@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
+from mlxstacks.arms.set_g import split
 from mlxstacks.stats import share, share_note
 from mlxstacks.studies.confound.analysis import ArmResult, Comparison
 from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
 from mlxstacks.studies.confound.plan import SECOND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Findings
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text, counted
+from mlxstacks.study.items import Item, stratified_sample
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
@@ -31,13 +33,27 @@ OUTCOMES = {
 }  # fmt: skip
 
 
-def plan_table(settings: Mapping[str, Any], arms: Sequence[str]) -> Table:
-    """What is fixed before the first answer. settings: as JSON."""
-    inputs = ("model", "persona", "items", "scoring", "sample", "train_answers", "seed")
+def plan_table(settings: Mapping[str, Any], arms: Sequence[str], items: Sequence[Item]) -> Table:
+    """What is fixed before the first answer. settings: as JSON. items: none where they are not
+    here.
+    """
+    mined: dict[str, Cell] = {"sample": settings["sample"] or "all"}
+    if items:
+        sample = stratified_sample(items, settings["sample"], settings["seed"])
+        train, test = split(sample, settings["train_share"], settings["seed"])
+        subjects = counted(len({item.subject for item in items}), "subject")
+        part = "all" if len(sample) == len(items) else f"{len(sample):,}"
+        mined = {
+            "sample": f"{part} of {counted(len(items), 'item')} in {subjects}",
+            "Set G": f"at most {len(train):,} items to train on and {len(test):,} to test, if base "
+            "and persona get every one wrong",
+        }
+    inputs = ("model", "persona", "items", "scoring", "train_answers", "seed")
     training = ("layers", "keys", "rank", "scale", "iters", "batch_size", "learning_rate")
     values = ", ".join(f"{key} {settings['train'][key] or 'as usual'}" for key in training)
     return Table.of_facts("plan", "The plan", {
         **{key: None if settings[key] is None else str(settings[key]) for key in inputs},
+        **mined,
         "policies": ", ".join(settings["policies"]),
         "A1": values,
         "arms": f"{len(arms)}: {', '.join(arms)}",
@@ -86,28 +102,14 @@ def _gain(claim: Comparison) -> tuple[float, float, float]:
     return claim.difference, claim.interval.low, claim.interval.high
 
 
-def _clustered(claim: Comparison) -> tuple[float, float, float] | None:
-    clustered = claim.clustered
-    if clustered.low is None or clustered.high is None:
-        return None
-    return clustered.mean, clustered.low, clustered.high
-
-
-def _series(label: str, shares: Sequence[tuple[float, float, float] | None]) -> Series:
-    """Estimates with their intervals, in percent."""
-    y, low, high = (
-        tuple(None if share is None else 100 * share[place] for share in shares)
-        for place in range(3)
-    )
-    return Series(label=label, y=y, low=low, high=high)
-
-
 def _arm_plot(findings: Findings) -> Plot:
     """Accuracy of every arm with its interval; a series for each kind; guessing as a line."""
     arms = findings.arms
     series = tuple(
-        _series(
-            label, [_share(a) if n.partition("_")[0] == kind else None for n, a in arms.items()]
+        Series.of_intervals(
+            label,
+            [_share(a) if n.partition("_")[0] == kind else None for n, a in arms.items()],
+            scale=100,
         )
         for kind, label in _KINDS.items()
     )
@@ -130,7 +132,7 @@ def _content_plot(findings: Findings) -> Plot:
     points = ", ".join(f"{way} {100 * claim.difference:+.3g}" for way, claim in claims.items())
     return Plot(
         id="content", title=title, kind="intervals", categories=tuple(claims),
-        series=(_series("A1 - A0", [_gain(claim) for claim in claims.values()]),),
+        series=(Series.of_intervals("A1 - A0", map(_gain, claims.values()), scale=100),),
         x_label="percentage points, 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
         alt=f"{title}, percentage points: {points}.",
@@ -208,7 +210,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         way, claim = judgement.way, findings.claims[judgement.way]
         p_value = _largest_p(findings, way)
         rows.append((
-            way, _gain(claim), _clustered(claim), claim.p_value, claim.mcnemar.p_value, p_value,
+            way, _gain(claim), claim.clustered.cell, claim.p_value, claim.mcnemar.p_value, p_value,
             judgement.outcome,
         ))  # fmt: skip
     yield Table.of(

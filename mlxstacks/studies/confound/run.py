@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, Persona, in_second_form, training_rows
+from mlxstacks.arms.arm import Arm, Persona, check_persona, in_second_form, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
@@ -58,15 +58,18 @@ from mlxstacks.studies.confound.conclude import (
 )
 from mlxstacks.studies.confound.fuses import fuse_alike, fuse_all, write_controls, write_scaled
 from mlxstacks.studies.confound.lengths import length_notes, row_lengths
-from mlxstacks.studies.confound.matching import MOST_PROBES, Probe, closest, next_scale
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     BASE,
+    MOST_PROBES,
     PERSONA,
     SECOND,
+    Probe,
     arm,
     arms_of,
+    closest,
     data_of,
+    next_scale,
     parts_of,
     plan_of,
     protocol_of,
@@ -78,7 +81,8 @@ from mlxstacks.studies.confound.verdict import answer_notes, fuse_notes
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
-from mlxstacks.study.answers import Answer, AnswerFile, Progress
+from mlxstacks.study.answer_log import Progress
+from mlxstacks.study.answers import Answer, AnswerFile
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
@@ -171,6 +175,7 @@ class _Confound(Study):
 
     def planned(self) -> Result:
         settings = self.settings
+        check_persona(str(settings.model), str(settings.persona))
         check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(
@@ -178,9 +183,10 @@ class _Confound(Study):
             settings=shown, data={"planned_arms": list(arms_of(settings))},
         )  # fmt: skip
         if self.dry_run:
+            items = []
             if user_path(str(settings.items)).is_file():  # what is wrong with it is said now
-                read_items(str(settings.items), settings.subjects)
-            table = plan_table(shown, arms_of(settings))
+                items = read_items(str(settings.items), settings.subjects)
+            table = plan_table(shown, arms_of(settings), items)
             return head.model_copy(
                 update={
                     "power": planned_power(settings), "blocks": (table,),

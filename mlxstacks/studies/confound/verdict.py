@@ -73,11 +73,6 @@ def beaten(null: Null, criterion: Criterion) -> bool:
     return null.rejected(criterion.alpha)
 
 
-def shows_content(nulls: Sequence[Null], criterion: Criterion) -> bool:
-    """The rule of one way. nulls: as `judged_together` gives them."""
-    return all(beaten(null, criterion) for null in nulls)
-
-
 @dataclass(frozen=True)
 class Judgement:
     """One way (a policy, or unfused): what its A1 - A0 is worth. words: why, a sentence or two."""

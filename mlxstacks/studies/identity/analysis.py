@@ -36,7 +36,7 @@ from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
 Figures = dict[str, Any]
-HEADS = {"kept": "persona kept by", "lost": "persona lost by", "not shown": "undecided for"}
+HEADS = {"kept": "persona kept by", "lost": "persona lost by", "undecided": "undecided for"}
 PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
 
 
@@ -304,7 +304,7 @@ def missing_controls(policy: str, arms: Mapping[str, object], has_adapter: bool)
 def judge(
     figures: Figures, name: str, settings: IdentitySettings, standing: Standing
 ) -> dict[str, str]:
-    """A claim: kept, lost, not shown or no claim. The first thing that stands against any claim
+    """A claim: kept, lost, undecided or no claim. The first thing that stands against any claim
     decides. figures: gates, compared and missing_controls.
     """
     kind, _, policy = name.rpartition("_")
@@ -326,9 +326,9 @@ def judge(
     # There is a loss: a persona that passes the gate passes a prompt.
     loss, p, p_kept = comparison["loss"], comparison["p_adjusted"], comparison["p_kept_adjusted"]
     counts = (
-        f"keeps {kept} of {kept + len(lost)}, gains {len(gained)} (loss 95% "
-        f"{100 * loss['low']:.0f} to {100 * loss['high']:.0f}%; with all claims counted p = "
-        f"{p:.2g} were nothing lost, {p_kept:.2g} were {settings.largest_loss:.0%})"
+        f"keeps {kept} of {kept + len(lost)}, gains {len(gained)}; loss {100 * loss['low']:.0f} to "
+        f"{100 * loss['high']:.0f}% (95%); p = {p:.2g} for no loss, p = {p_kept:.2g} for a loss of "
+        f"{settings.largest_loss:.0%} (Holm, all claims)"
     )
     if p < settings.alpha and len(lost) > len(gained):
         # What of a loss the zero-delta control has too is not the second adapter's doing.
@@ -339,11 +339,11 @@ def judge(
             f"{counts}; the zero-delta control loses {len(by_fuse)} by the fuse alone, {same} of "
             "them here too",
         )
-    return judgement("kept" if p_kept < settings.alpha else "not shown", counts)
+    return judgement("kept" if p_kept < settings.alpha else "undecided", counts)
 
 
 _COUNTED = {
-    "kept": "persona kept by", "lost": "persona lost by", "not shown": "undecided",
+    "kept": "persona kept by", "lost": "persona lost by", "undecided": "undecided",
     "no claim": "no claim made for",
 }  # fmt: skip
 
@@ -375,7 +375,7 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
             f"Kept means that a loss of {settings.largest_loss:.0%} of the answers is excluded "
             f"(p < {settings.alpha:g}, all claims counted); exact preservation is not shown."
         )
-        if any(j["outcome"] == "not shown" for j in figures["judgements"]):
+        if any(j["outcome"] == "undecided" for j in figures["judgements"]):
             sentences.append("Undecided: so few prompts show neither that nor a loss.")
         sentences.append(standing.in_words())
     return " ".join(sentences)

@@ -11,7 +11,6 @@ from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, 
 
 # More prompts make a map that no reader takes in.
 _MOST_PROMPTS = 30
-_COUNTED = {"not shown": "undecided", "no claim": "without a claim"}
 
 
 def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) -> Table:
@@ -54,7 +53,7 @@ def outcome_of(figures: Figures) -> str:
     parts = []
     for policy, state in figures["outcome"].items():
         judged = [j["outcome"] for j in figures["judgements"] if j["policy"] == policy]
-        counts = [f"{judged.count(o)} {_COUNTED.get(o, o)}" for o in dict.fromkeys(judged)]
+        counts = [f"{judged.count(o)} {o}" for o in dict.fromkeys(judged)]
         words = ", ".join(counts) or "nothing judged"
         parts.append(f"{policy}: {words if state == 'valid' else SHUT[state]}")
     return "; ".join(parts)

@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, Persona, is_adapter, training_rows
+from mlxstacks.arms.arm import Arm, Persona, check_persona, is_adapter, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.arms.settings import DEFAULT_SUITE
 from mlxstacks.arms.suite import (
@@ -74,8 +74,8 @@ from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
 from mlxstacks.study import document
-from mlxstacks.study.answer_log import AnswerLog
-from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
+from mlxstacks.study.answer_log import AnswerLog, Progress
+from mlxstacks.study.answers import Answer, AnswerFile, read_answers
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
@@ -157,6 +157,7 @@ class _Identity(Study):
 
     def planned(self) -> Result:
         settings, persona = self.settings, user_path(str(self.settings.persona))
+        check_persona(str(settings.model), str(settings.persona))
         for train in (settings.train, *([settings.persona_train] if settings.persona_data else [])):
             check_targets(str(settings.model), train)
         # A plan for another machine takes a persona that is not here for an adapter.

@@ -3,31 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlxstacks.study.document import Cell, Columns, Plot, Series
+from mlxstacks.study.document import Cell, Columns, Estimate, Plot, Series, cell_of, triple_of
 
-Estimate = Mapping[str, Any]
-"""`value`, `mean`, `rate` or `share`, with `low` and `high` (of a share in `interval`) or None."""
 RATE: Columns = {"number": "count", "of": "count", "share": ("share", 0)}
-
-
-def triple(estimate: Estimate) -> tuple[float | None, float | None, float | None]:
-    """The value and the bounds of its interval."""
-    key = next(key for key in ("value", "mean", "rate", "share") if key in estimate)
-    bounds = estimate.get("interval") or estimate
-    return estimate[key], bounds.get("low"), bounds.get("high")
-
-
-def cell(estimate: Estimate | None) -> Cell:
-    """The estimate with its interval, alone where it has none, None where nothing was measured."""
-    if estimate is None:
-        return None
-    value, low, high = triple(estimate)
-    return value if value is None or low is None or high is None else (value, low, high)
 
 
 def rate_cells(rate: Estimate | None) -> tuple[Cell, Cell, Cell]:
     """Count, of how many, share with interval: the columns RATE."""
-    return (None, None, None) if rate is None else (rate["count"], rate["n"], cell(rate))
+    return (None, None, None) if rate is None else (rate["count"], rate["n"], cell_of(rate))
 
 
 def interval_plot(
@@ -40,22 +23,21 @@ def interval_plot(
     **options: Any,
 ) -> Plot:
     """A row with its interval for each estimate, times `scale`. options: of `Plot`."""
-    triples = [[x and scale * x for x in triple(estimate)] for estimate in estimates.values()]
-    values, lows, highs = zip(*triples, strict=True)
+    series = Series.of_intervals(x_label, map(triple_of, estimates.values()), scale=scale)
     listed = ", ".join(
         f"{name} {'not measured' if value is None else f'{value:.4g}'}"
-        for name, value in zip(estimates, values, strict=True)
+        for name, value in zip(estimates, series.y, strict=True)
     )
     return Plot(
         id=id, title=title, kind="intervals", categories=tuple(estimates), x_label=x_label,
-        series=(Series(label=x_label, y=values, low=lows, high=highs),),
+        series=(series,),
         alt=f"{title}; {x_label}: {listed}.", **options,
     )  # fmt: skip
 
 
 def in_words(estimate: Estimate, digits: int = 3) -> str:
     """`-0.123 (-0.150 to -0.100)`; of one row, which has no interval, so."""
-    value, low, high = triple(estimate)
+    value, low, high = triple_of(estimate)
     if low is None or high is None:
         return f"{value:+.{digits}f} (one row)"
     return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
@@ -64,7 +46,7 @@ def in_words(estimate: Estimate, digits: int = 3) -> str:
 def rate_in_words(rate: Estimate) -> str:
     """`3 of 4 (75%, 30 to 95)`."""
     count = f"{rate['count']} of {rate['n']}"
-    value, low, high = triple(rate)
+    value, low, high = triple_of(rate)
     if value is None or low is None or high is None:
         return count
     return f"{count} ({100 * value:.0f}%, {100 * low:.0f} to {100 * high:.0f})"

@@ -44,7 +44,7 @@ from mlxstacks.routing.outcomes import (
 )
 from mlxstacks.routing.settings import MOST_EXHAUSTIVE, OutcomeSettings
 from mlxstacks.stats import mean_interval, wilson_interval
-from mlxstacks.studies.route.cells import RATE, cell, interval_plot, rate_cells
+from mlxstacks.studies.route.cells import RATE, interval_plot, rate_cells
 from mlxstacks.studies.route.data import (
     OTHERS,
     encode_pair,
@@ -54,7 +54,7 @@ from mlxstacks.studies.route.data import (
     template_of,
 )
 from mlxstacks.studies.route.served import RowLosses, Served, open_served, random_name
-from mlxstacks.study.document import Block, Columns, Table, counted
+from mlxstacks.study.document import Block, Columns, Table, cell_of, counted
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.result import Result
 
@@ -480,7 +480,7 @@ def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
         yield Table.of("greedy", "Greedy search against all sets", _RATE_AND_NATS, (
             ("finds the best set", *rate_cells(gap["same_set"]), None),
             ("leaves more than the threshold", *rate_cells(gap["beyond_threshold"]), None),
-            ("nats it leaves", None, None, None, cell(gap["nats"])),
+            ("nats it leaves", None, None, None, cell_of(gap["nats"])),
             ("most nats it leaves", None, None, None, gap["largest_nats"]),
         ))  # fmt: skip
     yield _count_table(data["counts"])
@@ -496,7 +496,7 @@ def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
         "gain of the label alone": ("change", 3),
     }  # fmt: skip
     keys = ("own", "label_in_set", "nothing", "gain", "own_gain")
-    rows = ((row["label"], row["n"], *(cell(row[key]) for key in keys)) for row in oracle)
+    rows = ((row["label"], row["n"], *(cell_of(row[key]) for key in keys)) for row in oracle)
     yield Table.of("labels", "Which stacks help, by label", columns, rows)
     yield Table.of(
         "sets", "Which set lowers the answer's loss most",
@@ -526,7 +526,7 @@ def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
     }  # fmt: skip
     yield Table.of("control", "Control: random stacks of equal norm", _RATE_AND_NATS, (
         *((name, *rate_cells(control[key]), None) for name, key in rates.items()),
-        *((name, None, None, None, cell(control[key])) for name, key in gains.items()),
+        *((name, None, None, None, cell_of(control[key])) for name, key in gains.items()),
     ))  # fmt: skip
     twins = {
         "all prompts": "gain_all", "random": "random_gain_all", "its own prompts": "gain_own",
@@ -536,7 +536,7 @@ def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
         "twins", "Nats gained by one domain alone, and by a random stack of equal norm",
         {"domain": "text", **dict.fromkeys(twins, ("change", 3))},
         (
-            (name, *(cell(row[key]) for key in twins.values()))
+            (name, *(cell_of(row[key]) for key in twins.values()))
             for name, row in control["domains"].items()
         ),
     )  # fmt: skip

@@ -39,7 +39,17 @@ from mlxstacks.routing.outcomes import LOSSES, RouterExample
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
 from mlxstacks.routing.router_metrics import rate_json
 from mlxstacks.routing.router_training import group_key
-from mlxstacks.studies.route.data import template_of
+from mlxstacks.studies.route.data import (
+    UNSEEN,
+    EvaluatedRow,
+    RouterSplit,
+    by_group,
+    domain_groups,
+    held_out_rows,
+    read_all,
+    split_of,
+    template_of,
+)
 from mlxstacks.studies.route.evaluate_figures import (
     DomainLosses,
     Matrix,
@@ -51,16 +61,6 @@ from mlxstacks.studies.route.evaluate_figures import (
     over_routers,
     router_metrics,
     verdict,
-)
-from mlxstacks.studies.route.evaluate_rows import (
-    UNSEEN,
-    EvaluatedRow,
-    RouterSplit,
-    by_group,
-    domain_groups,
-    held_out_rows,
-    read_all,
-    split_of,
 )
 from mlxstacks.studies.route.served import (
     RowLosses,

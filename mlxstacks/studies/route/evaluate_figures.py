@@ -30,16 +30,9 @@ from mlxstacks.routing.router_metrics import (
     top2_hits,
 )
 from mlxstacks.stats import mcnemar_of_pairs, mean_interval, paired_interval
-from mlxstacks.studies.route.cells import (
-    RATE,
-    cell,
-    in_words,
-    interval_plot,
-    rate_cells,
-    rate_in_words,
-)
-from mlxstacks.studies.route.evaluate_rows import OTHER, UNSEEN, EvaluatedRow
-from mlxstacks.study.document import Block, Columns, Table
+from mlxstacks.studies.route.cells import RATE, in_words, interval_plot, rate_cells, rate_in_words
+from mlxstacks.studies.route.data import OTHER, UNSEEN, EvaluatedRow
+from mlxstacks.study.document import Block, Columns, Table, cell_of
 from mlxstacks.study.render.words import short
 
 CONFIDENCE = 0.95
@@ -330,7 +323,7 @@ def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
         "every-difference", "Every difference between modes, same tokens",
         {"mode": "text", "less": "text", "prompts": "text", "nats per token": ("change", 3)},
         (
-            (_words(mode), _words(to), group, cell(estimate))
+            (_words(mode), _words(to), group, cell_of(estimate))
             for to, matrix in data["differences"].items()
             for mode, row in matrix.items()
             for group, estimate in row.items()
@@ -365,7 +358,7 @@ def _loss_blocks(data: Mapping[str, Any]) -> Iterator[Block]:
         yield Table.of(
             f"to-{to.replace('_', '-')}", f"Difference to {_words(to)}, same tokens",
             {"prompts": "text", **{_words(mode): ("change", 3) for mode in shown}},
-            ((group, *(cell(matrix[mode].get(group)) for mode in shown)) for group in groups),
+            ((group, *(cell_of(matrix[mode].get(group)) for mode in shown)) for group in groups),
             caption="Nats a token, 95% intervals over rows (of fewer than 5 rows they hold less); "
             "below 0 is better.",
         )  # fmt: skip
@@ -376,9 +369,9 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
     for router in data["routers"]:
         metrics = router["metrics"]
         hits = [metrics[key] for key in ("single_top1", "mixed_set")]
-        rates = [part for rate in hits for part in (cell(rate), rate and rate["n"])]
+        rates = [part for rate in hits for part in (cell_of(rate), rate and rate["n"])]
         rows.append((
-            router["name"], cell(router["exact_set"]), *rates, metrics["bce"],
+            router["name"], cell_of(router["exact_set"]), *rates, metrics["bce"],
             metrics["calibration_error"], router["losses"]["routed"][ALL],
             router["mean_active_domains"],
         ))  # fmt: skip
@@ -395,8 +388,8 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
             "routers-compared", f"Routers less {data['routers'][0]['name']}, on the same rows",
             {"router": "text", "rows": "count", "exact set": "change", "routed loss": ("change", 3),
              "routed hard": ("change", 3)},
-            [(name, found["rows"], cell(found["set"]),
-              *(cell(found["losses"][mode].get(ALL)) for mode in ("routed", "routed_hard")))
+            [(name, found["rows"], cell_of(found["set"]),
+              *(cell_of(found["losses"][mode].get(ALL)) for mode in ("routed", "routed_hard")))
              for name, found in compared],
             caption="Exact set: just the domains of the label are on, a share of all rows. Losses: "
             "nats per token, mean over domains; below 0 is better. 95% intervals over rows.",
@@ -405,7 +398,7 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
         yield Table.of(
             "over-routers", "Means over routers, with Student's intervals",
             {"what": "text", "mean": ("change", 3)},
-            ((_words(key), cell(mean)) for key, mean in data["over_routers"].items()),
+            ((_words(key), cell_of(mean)) for key, mean in data["over_routers"].items()),
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
 from mlxstacks.studies.route.data import encode_pair, template_of
 from mlxstacks.studies.route.served import RowLosses, Served, open_served, rules_for
 from mlxstacks.studies.route.settings import RouteExplainSettings
-from mlxstacks.study.document import Table
+from mlxstacks.study.document import Columns, Table
 from mlxstacks.study.result import Result
 
 
@@ -105,7 +105,8 @@ def _losses(
 
 def verdict(data: Mapping[str, Any]) -> str:
     active = ", ".join(f"{name} {weight:.2f}" for name, weight in data["active"].items())
-    text = f"answered with {active}." if active else "answered by the base alone."
+    text = "would be answered "
+    text += f"with {active}." if active else "by the base alone."
     if data["gap"]:
         if data["gap_by"] == "detector":
             text += " A gap: the prompt is like none that the router was trained on."
@@ -129,10 +130,12 @@ def _score_table(data: Mapping[str, Any], served: tuple[str, ...]) -> Table:
         why = "" if name in served else "not served"
         why = f"floor {floor:.2f}" if name == chat and score < floor else why
         rows.append((name, score, data["active"].get(name), why))
+    columns: Columns = {"domain": "text", "score": ("number", 3), "weight": ("number", 3)}
+    if any(why for *_, why in rows):
+        columns = {**columns, "why": "text"}
     floors = f"{chat} is never below {floor:.2f}." if chat else "no domain has a floor."
     return Table.of(
-        "scores", "Domains",
-        {"domain": "text", "score": ("number", 3), "weight": ("number", 3), "why": "text"}, rows,
+        "scores", "Domains", columns, [row[: len(columns)] for row in rows],
         caption=f"Active above {data['threshold']:.2f}; template {data['template']}; {floors}",
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def _verdict(settings: RouteGapsSettings, clusters: Sequence[GapCluster], events
     if not events:
         return (
             "no gap events: every prompt so far had a domain that fits, or none was logged "
-            f"(chat and generate with --routed write {settings.log_path})."
+            f"(routed answers of chat, generate and serve write {settings.log_path})."
         )
     sizes, least = [len(cluster.events) for cluster in clusters], settings.minimum_events
     proposed = sum(size >= least for size in sizes)

@@ -24,9 +24,9 @@ from mlxstacks.routing.router import ROUTER_FILE, features_for, parameter_count
 from mlxstacks.routing.router_metrics import rate_json
 from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
-from mlxstacks.studies.route.cells import RATE, cell, rate_cells
+from mlxstacks.studies.route.cells import RATE, rate_cells
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
-from mlxstacks.study.document import Block, Cell, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Plot, Series, Table, cell_of
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
@@ -281,7 +281,7 @@ def _gap_table(detector: Mapping[str, Any]) -> Table:
 def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
     metrics = data["metrics"]
     domains = (
-        (name, row["true"], row["chosen"], cell(row["precision"]), cell(row["recall"]),
+        (name, row["true"], row["chosen"], cell_of(row["precision"]), cell_of(row["recall"]),
          row["expected_calibration_error"])
         for name, row in metrics["domains"].items()
     )  # fmt: skip
@@ -313,7 +313,7 @@ def _epoch_table(data: Mapping[str, Any]) -> Table:
     for row in data["history"]:
         hits = _hits({**row, "examples": data["metrics"]["examples"]}).values()
         is_best = "*" if row["epoch"] == data["best_epoch"] else ""
-        rows.append((row["epoch"], is_best, row["train_loss"], *map(cell, hits), row["val_bce"],
+        rows.append((row["epoch"], is_best, row["train_loss"], *map(cell_of, hits), row["val_bce"],
                      row["checkpoint_score"]))  # fmt: skip
     return Table.of("epochs", "Epochs, on held-out prompts but for the loss", {
         "epoch": "count", "kept": "text", "loss": "number", "single": "share", "mixed": "share",

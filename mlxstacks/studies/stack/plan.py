@@ -176,7 +176,8 @@ def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
         present = ", ".join(sorted(p.name for p in root.glob("*.jsonl"))) or "no .jsonl files"
         raise InputError(
             f"no data for {', '.join(missing)}: there is no {', '.join(map(str, missing.values()))}"
-            f" (there: {present}); a domain takes data: sources, or a file of its name in `data`"
+            f" (there: {present}); put it there, or name another in `domains`: "
+            f'{{"name": "{next(iter(missing))}", "data": "FILE.jsonl"}}'
         )
     each = settings.grad_accumulation_steps
     complete = []
@@ -273,7 +274,7 @@ def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainD
 
 def _placed(settings: DomainDataSettings, roots: Sequence[Path]) -> DomainDataSettings | None:
     """With its files in the first directory that has all of them; None where none has."""
-    for root in (root.absolute() for root in roots):
+    for root in (root.absolute() for root in roots):  # as a path of a source, it is from the root
         sources = tuple(
             source.model_copy(update={"path": source.path and str(root / user_path(source.path))})
             for source in settings.sources

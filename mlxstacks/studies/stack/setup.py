@@ -40,7 +40,7 @@ from mlxstacks.studies.stack.plan import (
     plan_domains,
     read_rows_of,
 )
-from mlxstacks.studies.train.setup import compiles, limit_is_assumed
+from mlxstacks.studies.train.setup import guard_settings, limit_is_assumed
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.continual import MatrixRow, Served, arrival_problems
 from mlxstacks.training.modes import evaluating, prepare_base
@@ -339,25 +339,8 @@ def asked_of(
     widths = 0 if space is None or domains < 2 else space.directions
     if space is not None and space.scope == "cumulative":
         widths *= domains - 1
-    return GuardSettings(
-        model=model,
-        # the guard counts inputs, a row has one token more
-        max_seq_length=longest_row_tokens - 1,
-        batch_size=-(-settings.batch_size // processes),
-        grad_accumulation_steps=settings.grad_accumulation_steps,
-        stack=settings.stack,
-        frozen_stacks=stacks - 1,
-        directions=widths,
-        base="float32" if in_float32 else "stored",
-        layers=layers,
-        keys=settings.keys,
-        optimizer="adamw",
-        checkpointing="layers" if settings.grad_checkpoint else "none",
-        compile=compiles(settings.compile_step),
-        recurrence="chunked",
-        loss="pieces",
-        adapter_copies=1,  # the best weights so far
-        resource_limit=settings.resource_limit,
-        working_set_bytes=settings.working_set_bytes,
+    return guard_settings(
+        settings, model, longest_row_tokens, processes, in_float32, frozen_stacks=stacks - 1,
+        directions=widths, layers=layers, adapter_copies=1,  # the best weights so far
         force=settings.guard == "warn",
-    )
+    )  # fmt: skip

@@ -28,7 +28,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.files.side_files import clone_or_link
-from mlxstacks.guard.run import GuardReport
+from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
 from mlxstacks.studies.sweep.cells import (
     Cell,
@@ -42,11 +42,11 @@ from mlxstacks.studies.sweep.report import ABOUT, concluded, plan_table
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import (
     TrainSetup,
+    asked_of,
     guard_json,
     limit_is_assumed,
     set_up,
     train_change,
-    verdict,
 )
 from mlxstacks.study.child_process import Message, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
@@ -291,10 +291,11 @@ class _Sweep(Study):
                 name: getattr(self.settings, name)
                 for name in ("resource_limit", "working_set_bytes", "guard")
             }
-            self.guards[key] = verdict(
-                plan.train.model_copy(update=limits), plan.longest_row_tokens,
-                plan.base_in_float32, validates=plan.validates,
-            )  # fmt: skip
+            train = plan.train.model_copy(update=limits)
+            self.guards[key] = guard(asked_of(
+                train, str(train.model), plan.longest_row_tokens, validates=plan.validates,
+                in_float32=plan.base_in_float32,
+            ))  # fmt: skip
         return self.guards[key]
 
     def _run_cell(self, cell: Cell, place: int, before: CellResult | None, work: Path) -> None:

@@ -13,7 +13,7 @@ from mlxstacks.stats import mean_interval
 from mlxstacks.studies.sweep.cells import Cell as SweepCell
 from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of
 from mlxstacks.study.result import Result
 
 ABOUT = {
@@ -216,13 +216,6 @@ def _blocks(
     yield Table.of("cells", "Cells", columns, statuses, folded=True)
 
 
-def _estimate(interval: Figures | None) -> Cell:
-    if interval is None:
-        return None
-    mean, low, high = (interval[key] for key in ("mean", "low", "high"))
-    return mean if low is None else (mean, low, high)
-
-
 def _tables(
     settings: SweepSettings, rows: Mapping[str, Figures], compared: Sequence[Figures], several: bool
 ) -> Iterator[Table]:
@@ -240,8 +233,8 @@ def _tables(
         [
             (label, ", ".join(f"{count} {status}" for status, count in row["cells"].items()),
              _mean_of(row, "first_validation_loss"),
-             _estimate(row["means"]["last_validation_loss"]),
-             _estimate(row["means"]["best_validation_loss"]), *(_mean_of(row, k) for k in keys))
+             cell_of(row["means"]["last_validation_loss"]),
+             cell_of(row["means"]["best_validation_loss"]), *(_mean_of(row, k) for k in keys))
             for label, row in rows.items()
         ],
         caption="Before, after, best: validation loss, nats per token, with 95% intervals. "
@@ -252,7 +245,7 @@ def _tables(
         "more bytes": "bytes",
     }  # fmt: skip
     fused = [
-        (label, policy, _estimate(row["correlation"][policy]), _estimate(row["survival"][policy]),
+        (label, policy, cell_of(row["correlation"][policy]), cell_of(row["survival"][policy]),
          row["extra_bytes"][policy])
         for label, row in rows.items()
         for policy in settings.policies
@@ -274,7 +267,7 @@ def _tables(
         yield Table.of(
             "differences", "Highest rank - lowest rank, paired by seed", columns,
             [(_in_words(d["what"]), *([_point_name(d)] if several else []), d["low_rank"],
-              d["high_rank"], _estimate(d["difference"]), d["finding"]) for d in compared],
+              d["high_rank"], cell_of(d["difference"]), d["finding"]) for d in compared],
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.layers.settings import lora_scale, parse_layers
-from mlxstacks.settings import Settings
+from mlxstacks.settings import ResourceLimit, Settings, WorkingSetBytes
 from mlxstacks.training.settings import TrainSettings
 
 # A name that stands for every usual projection, as leaving out `keys` does in `train`.
@@ -82,12 +82,8 @@ class SweepSettings(Settings):
         description="If a cell is predicted not to fit: refuse (record that and run the others), "
         "reshape (run it with the cheapest change that fits), or warn (run it as it is).",
     )
-    resource_limit: int | None = Field(
-        None, ge=1, description="Limit on live buffers per process. Default: the device's."
-    )
-    working_set_bytes: int | None = Field(
-        None, ge=1, description="Memory limit, in bytes. Default: what a Metal device recommends."
-    )
+    resource_limit: ResourceLimit = None
+    working_set_bytes: WorkingSetBytes = None
     retry: bool = Field(False, description="Rerun cells that failed or crashed.")
     resume: bool = Field(True, description="Keep finished cells of an interrupted sweep.")
     force: bool = Field(

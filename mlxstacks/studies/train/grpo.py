@@ -21,22 +21,23 @@ from mlxstacks.stats import mean_interval
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
 from mlxstacks.studies.train.rewards import open_rewards
 from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table, with_store
-from mlxstacks.study.document import Block, Columns, Plot, Series, Table, counted
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of, counted
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.training.batches import choose_widths
 from mlxstacks.training.grpo import (
+    Answer,
     GroupBatch,
     GroupGradients,
     GroupObjective,
     advantages,
     answer_log_p,
     group_rows,
+    sample_answers,
 )
 from mlxstacks.training.loop import Record, TrainingState, trainable_weights
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.sampling import Answer, sample_answers
 from mlxstacks.training.step import random_key
 
 
@@ -80,8 +81,8 @@ def grpo_result(report: TrainReport) -> Result:
     }  # fmt: skip
     rows = [
         (
-            r["step"], _estimate(r["reward"], r["low"], r["high"]),
-            _estimate(r["gain"], r["gain_low"], r["gain_high"]),
+            r["step"], cell_of({"mean": r["reward"], "low": r["low"], "high": r["high"]}),
+            cell_of({"mean": r["gain"], "low": r["gain_low"], "high": r["gain_high"]}),
             r["reference_loss"], r["answer_tokens"], r["cut"],
             "written" if r["step"] == best["step"] else "",
         )
@@ -130,11 +131,6 @@ def _reward_plot(report: TrainReport) -> Plot:
         id="rewards", title="Reward in training", kind="lines", series=tuple(series),
         x_label="step", y_label="mean reward, 0 to 1", alt=f"Mean reward by step: {spans}.",
     )  # fmt: skip
-
-
-def _estimate(mean: float, low: float | None, high: float | None) -> Any:
-    """A cell: without an interval where one prompt is all there is."""
-    return (mean, low, high) if low is not None and high is not None else mean
 
 
 class GrpoRun(SafeguardedRun):

@@ -42,7 +42,7 @@ from mlxstacks.studies.train.setup import (
     steps_of,
     with_start,
 )
-from mlxstacks.study.provenance import MOST_BYTES
+from mlxstacks.study.integrity import MOST_BYTES
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     LOG,

@@ -47,7 +47,13 @@ from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_p
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.loop import arrays_sha256, trainable_weights
 from mlxstacks.training.modes import prepare_base
-from mlxstacks.training.settings import LOGGING, AlignSettings, OptimizerSettings, TrainSettings
+from mlxstacks.training.settings import (
+    LOGGING,
+    AlignSettings,
+    OptimizerSettings,
+    StackRunSettings,
+    TrainSettings,
+)
 
 # Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
 MOST_DEFAULT_ITERS = 1000
@@ -502,30 +508,6 @@ class SaveTimer:
         self.seconds = max(self.seconds, 50 * (self.saved_at - begun))
 
 
-def verdict(
-    settings: TrainSettings,
-    longest_row_tokens: int,
-    in_float32: bool,
-    *,
-    validates: bool,
-    layers: str | None = None,
-    processes: int = 1,
-) -> GuardReport:
-    """What the guard says of a run with these rows, for each of its processes.
-
-    in_float32: the base computes so, whatever its config says. validates: the best weights so far
-    are kept next to the present ones. layers: those that train, where the settings
-    only tell how many.
-    """
-    model = str(resolve_model(settings.model or ""))
-    return guard(
-        asked_of(
-            settings, model, longest_row_tokens, validates=validates, layers=layers,
-            processes=processes, in_float32=in_float32,
-        )
-    )  # fmt: skip
-
-
 def asked_of(
     settings: TrainSettings,
     model: str,
@@ -536,30 +518,36 @@ def asked_of(
     processes: int = 1,
     in_float32: bool = False,
 ) -> GuardSettings:
-    """What the guard is asked of a run with these rows; see `verdict`."""
-    return GuardSettings(
-        model=model,
-        # the guard counts inputs, a row has one token more
-        max_seq_length=longest_row_tokens - 1,
-        batch_size=-(-settings.batch_size // processes),
-        grad_accumulation_steps=settings.grad_accumulation_steps,
-        rank=settings.rank,
-        dropout=settings.dropout,
-        shared_outer=settings.shared_outer,
-        merge_ready=settings.merge_ready,
-        base="float32" if in_float32 else "stored",
-        layers=layers or settings.layers,
-        keys=settings.keys,
-        optimizer="adamw",
-        checkpointing="layers" if settings.grad_checkpoint else "none",
-        compile=compiles(settings.compile_step),
-        recurrence="chunked",
-        loss="pieces",
-        adapter_copies=int(validates),
-        resource_limit=settings.resource_limit,
-        working_set_bytes=settings.working_set_bytes,
+    """What the guard is asked of a run with these rows, for each of its processes.
+
+    in_float32: the base computes so, whatever its config says. validates: the best weights so far
+    are kept next to the present ones. layers: those that train, where the settings
+    only tell how many.
+    """
+    return guard_settings(
+        settings, model, longest_row_tokens, processes, in_float32,
+        layers=layers or settings.layers, adapter_copies=int(validates),
         force=settings.force or settings.guard == "warn",
-    )
+    )  # fmt: skip
+
+
+def guard_settings(
+    settings: TrainSettings | StackRunSettings, model: str, longest_row_tokens: int,
+    processes: int, in_float32: bool, **more: Any,
+) -> GuardSettings:  # fmt: skip
+    """Those of the run; what the guard has under the same name is the same."""
+    alike = GuardSettings.model_fields.keys() & type(settings).model_fields.keys()
+    return GuardSettings.model_validate({
+        **{name: getattr(settings, name) for name in alike},
+        "model": model,
+        # the guard counts inputs, a row has one token more
+        "max_seq_length": longest_row_tokens - 1,
+        "batch_size": -(-settings.batch_size // processes),
+        "base": "float32" if in_float32 else "stored",
+        "checkpointing": "layers" if settings.grad_checkpoint else "none",
+        "compile": compiles(settings.compile_step),
+        **more,
+    })  # fmt: skip
 
 
 def compiles(choice: Literal["auto", "on", "off"]) -> bool:

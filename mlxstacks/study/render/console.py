@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mlxstacks.study.document import Table as ResultTable
 
 Cell = str | int | float | bool | None
-# Of a longer table a terminal shows the first rows and the last ones, as how a training ended; the
-# page has all.
-FIRST_ROWS, LAST_ROWS = 12, 4
+# Of a longer table than this a terminal shows the first rows and the last ones, as how a training
+# ended; the page has all.
+WHOLE_ROWS, FIRST_ROWS, LAST_ROWS = 24, 12, 4
 # Narrower than this a column of text is no longer read; words up to this length are not broken.
 _LEAST_TEXT, _WHOLE_WORD = 12, 20
 # Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
@@ -29,13 +29,15 @@ _LEAST_TEXT, _WHOLE_WORD = 12, 20
 _COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
-def print_result(console: "Console", result: "Document") -> None:
-    """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
+def print_result(console: "Console", result: "Document", in_python: bool = False) -> None:
+    """Tables and texts in their order; then notes, what was written, the verdict, what is next.
+    in_python: what is left out is had by a call, not by an option.
+    """
     from mlxstacks.study.render.words import capital
 
-    for block in result.blocks:
+    for block in result.shown_blocks:
         if block.block == "table" and not block.folded:
-            _print_table(console, block, result)
+            _print_table(console, block, result, in_python)
         elif block.block == "text":
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
@@ -53,7 +55,9 @@ def print_result(console: "Console", result: "Document") -> None:
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
-def _print_table(console: "Console", block: "ResultTable", result: "Document") -> None:
+def _print_table(
+    console: "Console", block: "ResultTable", result: "Document", in_python: bool
+) -> None:
     from mlxstacks.study.render.words import format_cell
 
     rows = [
@@ -61,11 +65,11 @@ def _print_table(console: "Console", block: "ResultTable", result: "Document") -
         for row in block.rows
     ]
     caption, more = block.caption, len(rows) - FIRST_ROWS - LAST_ROWS
-    if more > 0:
+    if len(rows) > WHOLE_ROWS:
         rows[FIRST_ROWS:-LAST_ROWS] = [["...", *[""] * (len(block.columns) - 1)]]
-        caption += f" {more:,} more rows at the dots: {_all_rows(result)} has all."
-    title = result.standing.mark(block.title)
-    console.print(table([column.name for column in block.columns], rows, title=title))
+        where = f"result.table({block.id!r})" if in_python else _all_rows(result)
+        caption += f" {more:,} more rows at the dots: {where} has all."
+    console.print(table([column.name for column in block.columns], rows, title=block.title))
     if caption:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 
@@ -94,13 +98,13 @@ def _written(result: "Document") -> str:
 
 
 def result_text(result: "Document", width: int = 100) -> str:
-    """The same as text without colours."""
+    """The same as text without colours, in Python."""
     text = io.StringIO()
     printed = _console_class()(
         file=text, width=width, highlight=False, emoji=False, force_terminal=False,
         force_jupyter=False,
     )  # fmt: skip
-    print_result(printed, result)
+    print_result(printed, result, in_python=True)
     return text.getvalue()
 
 
@@ -256,11 +260,11 @@ def _shared_out(least: Sequence[int], most: Sequence[int], room: int) -> list[in
 
 def _folded_at_dots(text: str, width: int) -> str:
     """A path that is longer than the column, as of a module behind its layer or of a file, in lines
-    that end with a whole name.
+    that end with a whole name, or at an underscore.
     """
     if len(text) <= width or " " in text.lstrip("0123456789").lstrip():
         return text
-    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1
+    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1 or text.rfind("_", 0, width) + 1
     if cut <= 0:
         return text
     return f"{text[:cut]}\n{_folded_at_dots(text[cut:], width)}"

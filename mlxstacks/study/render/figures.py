@@ -238,7 +238,7 @@ def _rows(
         ax.axvline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     shown = [n for n in range(0, len(labels), step) if step > 1 or not first or first[n]]
     ax.set_yticks(shown, names_of_ticks([labels[n] for n in shown]))
-    ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=plot.form == "{:.0f}"))
     ax.tick_params(top=len(labels) > _TALL_ROWS, labeltop=len(labels) > _TALL_ROWS)
     ax.set_axisbelow(True)
     note = f"\n{len(labels):,} rows, every {_ordinal(step)} named" if step > 1 else ""
@@ -328,7 +328,10 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
             label=short(series.label, 40),
         )  # fmt: skip
     ax.grid()
-    ax.xaxis.set_major_locator(MaxNLocator(6))
+    whole = all(x == int(x) for series in plot.series for x in series.x)  # steps, not 4.5 of them
+    # matplotlib's own locators take other ticks once they are laid out
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=whole))
+    ax.yaxis.set_major_locator(MaxNLocator(6))
     ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
     if len(plot.series) > 1:
@@ -366,7 +369,8 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
         ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
     ax.margins(x=0.16, y=0.14)
-    ax.xaxis.set_major_locator(MaxNLocator(5))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
     if plot.unit == "bytes":
         from mlxstacks.memory import bytes_in_words
 

@@ -120,10 +120,8 @@ class Section:
     @property
     def blocks(self) -> list[Text | dict[str, Any]]:
         return [
-            _table(block, self.result.standing.mark(block.title))
-            if isinstance(block, Table)
-            else block.model_copy(update={"title": self.result.standing.mark(block.title)})
-            for block in self.result.blocks
+            _table(block) if isinstance(block, Table) else block
+            for block in self.result.shown_blocks
             if not isinstance(block, Plot)
         ]
 
@@ -171,13 +169,15 @@ class Page:
     @property
     def beside(self) -> list[dict[str, Any]]:
         """Tables that several results of a kind have, as one each: a row's runs below each other.
+        A title says what is measured: tables under two titles stay apart, whatever their columns.
         What a result folds is left out, and what is long is folded.
         """
         shared: dict[tuple[str, ...], list[tuple[str, Table]]] = {}
         for run in self.runs:
             for block in run.result.blocks:
                 if isinstance(block, Table) and not block.folded:
-                    names = (run.result.kind, block.id, *(column.name for column in block.columns))
+                    columns = (column.name for column in block.columns)
+                    names = (run.result.kind, block.id, block.title, *columns)
                     name = run.result.standing.mark(run.name)
                     shared.setdefault(names, []).append((name, block))
         views = []
@@ -195,7 +195,7 @@ class Page:
                 "folded": sum(map(len, rows.values())) > _LONG_BESIDE,
                 "caption": first.caption if len({t.caption for _, t in tables}) == 1 else "",
             })  # fmt: skip
-            views.append(_table(whole, whole.title))
+            views.append(_table(whole))
         return views
 
 
@@ -210,7 +210,7 @@ def result_html(result: Document) -> str:
     Law: its plots take at most _MOST_PLOT_BYTES; a large one is a PNG, and those beyond are named.
     """
     slug, pictures, size = f"result-{result.seal[:12] or 'unsealed'}", list[Picture](), 0
-    plots = [block for block in result.blocks if isinstance(block, Plot)]
+    plots = [block for block in result.shown_blocks if isinstance(block, Plot)]
     try:
         for plot in plots:
             drawn = picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, _NOTEBOOK_COLOURS)
@@ -288,7 +288,7 @@ def _plain(value: Any) -> str:
     return listed(map(_plain, value)) or "none"
 
 
-def _table(block: Table, title: str) -> dict[str, Any]:
+def _table(block: Table) -> dict[str, Any]:
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows[:MOST_ROWS]
@@ -304,7 +304,7 @@ def _table(block: Table, title: str) -> dict[str, Any]:
             "short": longest <= (_SHORT_CELL if n else _SHORT_NAME),
         })  # fmt: skip
     return {
-        "title": title,
+        "title": block.title,
         "id": block.id,
         "columns": columns,
         "rows": rows,

@@ -25,7 +25,7 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
         parts.append(f"Plan `{result.tested_plan}`, fixed before the first answer.")
     if hypothesis := (result.plan or {}).get("hypothesis"):
         parts.append(f"**Hypothesis.** {_text(str(hypothesis))}")
-    for block in result.blocks:
+    for block in result.shown_blocks:
         if isinstance(block, Table):
             parts += [f"## {_text(block.title)}", _table(block), _text(block.caption)]
         elif isinstance(block, Plot):

@@ -18,9 +18,15 @@ from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.agreement import allocate as allocation_module
-from mlxstacks.studies.agreement.allocate import _choices, _search, allocate
+from mlxstacks.studies.agreement.allocate import (
+    Maker,
+    Option,
+    _choices,
+    _search,
+    allocate,
+    swap_in,
+)
 from mlxstacks.studies.agreement.run import load
-from mlxstacks.studies.agreement.sensitivity import Maker, Option, swap_in
 from tests.cli.conftest import Run, command
 from tests.fuse.test_in_memory import raw
 from tests.studies.agreement.test_run import rows

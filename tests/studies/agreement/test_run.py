@@ -58,7 +58,8 @@ def test_an_adapter_shows_and_the_same_model_does_not(rows: Path, command: Run) 
     gate = ("--fail-under-agreement", "1")
     code, out, err = command(*given, "--adapter-path", adapter, "--save-path", "two", *gate)
     assert code == 3, err
-    assert f"agreement is below --fail-under-agreement 1.0: {BASE}" in err
+    assert f"agreement is below --fail-under-agreement 1.0: {name} " in err
+    assert f"1.0: {BASE}" not in err  # the control, which is no candidate
     document = json.loads(Path("two/result.json").read_text())
     base, again = (document["data"]["models"][key]["all"] for key in (BASE, name))
     assert base == again  # without its adapter the reference is its base

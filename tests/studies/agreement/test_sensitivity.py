@@ -16,9 +16,9 @@ from mlxstacks.agreement import Passage, agree, refer
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.agreement import sensitivity as module_under_test
+from mlxstacks.studies.agreement import allocate as module_under_test
+from mlxstacks.studies.agreement.allocate import Maker, gradients, sensitivity, swap_in
 from mlxstacks.studies.agreement.run import load
-from mlxstacks.studies.agreement.sensitivity import Maker, gradients, sensitivity, swap_in
 from mlxstacks.training.modes import evaluating
 from tests.fuse.test_in_memory import raw
 from tests.tiny_models import random_adapter, write_llama

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.benchmarks.arm_model import ModelArm
-from mlxstacks.studies.benchmarks.arms import open_arms
+from mlxstacks.studies.benchmarks.arms import ModelArm, open_arms
 from mlxstacks.studies.benchmarks.settings import ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem
 from tests.studies.route_evaluate_cases import Places

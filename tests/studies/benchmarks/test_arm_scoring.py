@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mlxstacks.arms.scoring import Pair, PairScorer, selection_of
 from mlxstacks.errors import InputError
-from mlxstacks.evaluate import ChoiceItem, score_continuations
 from mlxstacks.layers.selection import Selection
 
 VOCABULARY = 11
@@ -49,9 +48,6 @@ def test_sums_hold_the_first_token_whatever_the_batch(
         sum(log_p(pair.context + pair.continuation)[len(pair.context) - 1 :]) for pair in found
     ]
     assert scorer(batch_size, batch_tokens).sums(found) == pytest.approx(wanted, abs=1e-4)
-    items = [ChoiceItem(p.context, (p.continuation,), (1,), 0) for p in found]
-    ours = [of_item[0] for of_item in score_continuations(stub, items)]
-    assert scorer().sums(found) == pytest.approx(ours, abs=1e-5)
 
 
 @given(pairs)

@@ -16,8 +16,7 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.routing.router import PromptRouter
-from mlxstacks.studies.benchmarks.arm_model import Routes
-from mlxstacks.studies.benchmarks.arms import choose_arms
+from mlxstacks.studies.benchmarks.arms import Routes, choose_arms
 from mlxstacks.studies.benchmarks.settings import ARMS, ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from tests.studies.benchmarks.arm_cases import ITEMS, arms_of, write_adapter

@@ -98,6 +98,8 @@ def test_recipes_are_settings_of_tasks_that_there_are(name: str) -> None:
 def test_the_published_recipe_holds_the_published_settings() -> None:
     settings = validate(EvalSettings, load_recipe("eval-published-gemma-3-12b").values)
     assert isinstance(settings, EvalSettings)
+    # Of the store's base, under the name that its training expects.
+    assert settings.model == load_recipe("stack-gemma-3-12b").values["model"]
     assert (settings.items_per_task, settings.sample, settings.normalisation) == (
         200,
         "first",

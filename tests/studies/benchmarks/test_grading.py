@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mlxstacks.grading import equivalence, programs
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits
-from mlxstacks.studies.benchmarks import grading
-from mlxstacks.studies.benchmarks.grading import Grade, GradingTools, grade, grading_tools
+from mlxstacks.studies.benchmarks import analysis
+from mlxstacks.studies.benchmarks.analysis import Grade, GradingTools, grade, grading_tools
 from mlxstacks.studies.benchmarks.tasks import READERS, TASKS, BenchItem, bench_item
 from tests.studies.benchmarks.task_cases import ROWS
 
@@ -116,7 +116,7 @@ def test_programs_are_not_run_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.correct is None
         assert one.how == "not run: programs need allow_code"
     assert graded("humaneval", RIGHT).rule == "fenced"
-    assert graded("humaneval", "") == Grade(None, None, "none", grading.CODE_NOT_RUN)
+    assert graded("humaneval", "") == Grade(None, None, "none", analysis.CODE_NOT_RUN)
 
 
 def test_programs_that_may_run_are_judged_by_the_sandbox() -> None:
@@ -137,7 +137,7 @@ def test_the_tools_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
             "math_verify": equivalence.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
             "allow_code": False,
         }  # fmt: skip
-    for module in (equivalence, grading):
+    for module in (equivalence, analysis):
         monkeypatch.setattr(module, "installed", lambda: None)
     with grading_tools(allow_code=True) as tools:
         assert tools.symbolic is None

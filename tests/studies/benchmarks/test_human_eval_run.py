@@ -12,7 +12,7 @@ import pytest
 
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits
 from mlxstacks.studies.benchmarks import run as eval_run
-from mlxstacks.studies.benchmarks.grading import GradingTools
+from mlxstacks.studies.benchmarks.analysis import GradingTools
 from mlxstacks.studies.benchmarks.run import run
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied
 from tests.conftest import SOAK

@@ -15,10 +15,9 @@ import pytest
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
-from mlxstacks.studies.benchmarks import plan
+from mlxstacks.studies.benchmarks import items
 from mlxstacks.studies.benchmarks.analysis import Figures, Outcome, claims_of, harness_figures
-from mlxstacks.studies.benchmarks.items import AskedTask
-from mlxstacks.studies.benchmarks.plan import data_of, power_lines, task_plan
+from mlxstacks.studies.benchmarks.items import AskedTask, data_of, power_lines, task_plan
 from mlxstacks.studies.benchmarks.report import blocks, find, outcome
 from mlxstacks.studies.benchmarks.settings import ARMS, ArmSettings, EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
@@ -143,6 +142,8 @@ def test_a_missing_arm_a_subset_and_other_items_make_it_exploratory() -> None:
         figures, verdict = find([asked], {"mmlu": outcomes}, plans, data, **values)
         listed = figures["standing"]["reasons"]
         assert verdict.count("Exploratory") == bool(listed)
+        assert verdict.startswith("EXPLORATORY. No claim: ") == bool(listed)
+        assert outcome(figures).startswith("exploratory: ") == bool(listed)
         return "; ".join(listed)
 
     whole = marks(20, 40)
@@ -194,17 +195,17 @@ def test_all_that_arms_are_made_from_is_hashed(tmp_path: Path) -> None:
     router.write_bytes(b"router")
     Store.create(store, model.name, fingerprint(open_checkpoint(model)))
     of_the_store = ArmSettings(store_path=str(store))
-    found = plan.hashes_of(of_the_store, ("base",))
+    found = items.hashes_of(of_the_store, ("base",))
     assert set(found) == {"model", "tokenizer"}
     settings = ArmSettings(
         model=str(model), store_path=str(store), adapter_path=str(adapter), router_path=str(router)
     )
-    assert found.items() <= plan.hashes_of(settings, ARMS).items()
+    assert found.items() <= items.hashes_of(settings, ARMS).items()
 
     def changed(path: Path, content: str) -> set[str]:
-        before = plan.hashes_of(settings, ARMS)
+        before = items.hashes_of(settings, ARMS)
         path.write_text(content)
-        after = plan.hashes_of(settings, ARMS)
+        after = items.hashes_of(settings, ARMS)
         assert before.keys() == after.keys() == {
             "model", "tokenizer", "adapter", "store", "router",
         }  # fmt: skip
@@ -220,7 +221,7 @@ def test_all_that_arms_are_made_from_is_hashed(tmp_path: Path) -> None:
     shutil.rmtree(store)
     Store.create(store, "/nowhere/at/all", "c" * 64)
     with pytest.raises(InputError, match=r"its base /nowhere/at/all .* is not found here"):
-        plan.hashes_of(of_the_store, ("base",))
+        items.hashes_of(of_the_store, ("base",))
 
 
 def test_power_shares_alpha_among_the_tests() -> None:

@@ -16,7 +16,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
 from mlxstacks.report.find import find_sources
-from mlxstacks.studies.benchmarks import harness, plan
+from mlxstacks.studies.benchmarks import harness, items
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.items import ask
 from mlxstacks.studies.benchmarks.run import run
@@ -231,8 +231,6 @@ def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeyp
         with pytest.raises(InputError, match=rf"other settings; it differs in\n  {key}: was"):
             run(settings_for(data, target, **{key: value}))
     assert not arms.opened
-    run(settings_for(data, target, normalisation="sum", resume=False))
-    assert arms.opened == list(ARMS)
 
 
 def test_damaged_and_foreign_answers_are_refused(
@@ -253,15 +251,9 @@ def test_damaged_and_foreign_answers_are_refused(
         forge(path, broken)
         with pytest.raises(InputError, match=said):
             run(settings_for(data, target))
-    for edited, said in (
-        (kept.replace(b'"sums": [', b'"sums": [9', 1), "line 2: does not follow"),
-        (b"".join(kept.splitlines(keepends=True)[::2]), "line 2: does not follow"),
-        (kept.replace(b'"arm": "base"', b'"arm": "routed"'), "line 1: does not follow"),
-        (b'{"arm": "base"}\n', "no digests, so they were written by an older version"),
-    ):
-        path.write_bytes(edited)
-        with pytest.raises(InputError, match=said):
-            run(settings_for(data, target))
+    path.write_bytes(kept.replace(b'"sums": [', b'"sums": [9', 1))
+    with pytest.raises(InputError, match="line 2: does not follow"):
+        run(settings_for(data, target))
     path.write_bytes(kept)
     run(settings_for(data, target))
 
@@ -473,7 +465,7 @@ def test_a_limit_of_the_harness_is_exploratory_too(
 
     use(monkeypatch, FakeArms())
     monkeypatch.setattr(harness, "run_harness", fake)
-    monkeypatch.setattr(plan, "harness_plan", lambda settings: {})
+    monkeypatch.setattr(items, "harness_plan", lambda settings: {})
     options = {"tasks": ("lm_eval/a",), "arms": ("base",), "items_per_task": 4}
     for limit, status in ((None, "confirmatory"), (1, "exploratory"), (4, "confirmatory")):
         found = run(settings_for(data, tmp_path / str(limit), limit=limit, **options))

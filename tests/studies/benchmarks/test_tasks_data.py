@@ -10,8 +10,7 @@ import pytest
 
 from mlxstacks.data import arrow_sets
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.items import ask, open_task
-from mlxstacks.studies.benchmarks.plan import data_of
+from mlxstacks.studies.benchmarks.items import ask, data_of, open_task
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import READERS, TASKS, task_named
 from tests.studies.benchmarks.task_cases import ROWS

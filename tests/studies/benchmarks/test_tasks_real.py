@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.data import read_records
-from mlxstacks.studies.benchmarks.grading import GradingTools, grade
+from mlxstacks.studies.benchmarks.analysis import GradingTools, grade
 from mlxstacks.studies.benchmarks.items import AskedTask, open_task, sample_items
 from mlxstacks.studies.benchmarks.tasks import TASKS
 

@@ -142,6 +142,20 @@ def test_the_verdict_says_outcome_interval_and_what_counts() -> None:
         "task loss, b against a: better, -0.5000 (-0.5000 to -0.5000 at 0.95, n=2). What counts is "
         "0.02 nats per token."
     )
+    three = analysed(*(cell for arm in "abc" for cell in cells(arm, (1.0, 1.1))), seeds=2)
+    assert ". Task loss, c against a: " in verdict(RULE, three)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "c")])
+def test_which_intervals_are_for_all_arms_together_is_said(names: tuple[str, ...]) -> None:
+    of_all = [cell for place, name in enumerate(names) for cell in cells(name, (1.0, 1.1 + place))]
+    settings = RULE.model_copy(
+        update={"seeds": (0, 1), "arms": tuple(ArmSettings(name=name) for name in names)}
+    )
+    budgets = {name: {"parameters": 8, "steps": 10, "tokens": 20} for name in names}
+    made = blocks(settings, budgets, analyse(settings, budgets, of_all), of_all)
+    captions = [b.caption for b in made if isinstance(b, Table) and "paired by seed" in b.title]
+    assert ["by itself" in caption for caption in captions] == [len(names) > 2] * (len(names) - 1)
 
 
 @given(

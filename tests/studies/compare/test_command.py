@@ -67,7 +67,11 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
         ({"arms": [{"name": "a"}, {"name": "../b"}]}, "part of file names"),
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"seed": 3}}]}, "b changes seed"),
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"modes": []}}]}, "all arms share"),
-        ({"arms": [{"name": "a"}, {"name": "b", "change": {"itres": 3}}]}, "arm b: itres"),
+        ({"arms": [{"name": "a"}, {"name": "b", "change": {"itres": 3}}]}, "mean 'iters'?"),
+        (
+            {"arms": [{"name": "a"}, {"name": "b", "change": {"rank": 4}}]},
+            r"arm b: no setting 'rank'; did you mean 'stack\.rank'\?",
+        ),
         ({"arms": [{"name": "a"}, {"name": "b", "change": {"iters": 0}}]}, "arm b: iters"),
         ({"seeds": [1, 1]}, "give at least one, each once"),
         ({"seeds": []}, "give at least one, each once"),
@@ -85,6 +89,15 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
 def test_settings_that_compare_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         CompareSettings.model_validate({"run": RUN, "arms": ARMS} | changes)
+
+
+def test_a_fault_of_what_was_typed_is_not_the_recipes(typed: Typed, work_dir: Path) -> None:
+    arms = "arms=[{name: a, change: {rank: 4}}, {name: b}]"
+    _, _, err = typed("run", "compare-building-block-nano", "--set", arms)
+    assert err == "error: arm a: no setting 'rank'; did you mean 'stack.rank'?\n"
+    (work_dir / "one.yaml").write_text("command: stack compare\narms: [{name: a}]\n")
+    _, _, err = typed("run", "one.yaml")
+    assert err.startswith("error: recipe one.yaml: arms is ['a']")
 
 
 def test_an_arm_of_one_expert_need_not_say_how_many_a_token_uses() -> None:

@@ -277,25 +277,6 @@ def test_a_crash_is_a_result_and_leaves_the_question_undecided(
     assert sum("crashed: killed by SIGABRT" in note for note in report.notes) == 2
 
 
-def test_another_plan_is_not_gone_on_with(
-    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "out"
-
-    def stop(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    use(monkeypatch, stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(compare_settings(places, target))
-    with pytest.raises(InputError, match="other settings") as error:
-        run(compare_settings(places, target, margin=0.5, seeds=(0, 1, 2)))
-    assert "margin: was 0.02, now 0.5" in str(error.value)
-    assert "seeds: was [0, 1], now [0, 1, 2]" in str(error.value)
-    with pytest.raises(KeyboardInterrupt):
-        run(compare_settings(places, target, margin=0.5, resume=False))
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.studies.confound.matching import (
+from mlxstacks.studies.confound.plan import (
     MOST_PROBES,
     TOLERANCE,
     Probe,

@@ -301,32 +301,18 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
     assert any("given as a model" in note for note in given.notes)
 
 
-def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
-    places: Places, killed_after: Any
-) -> None:
+def test_another_plan_and_another_verdict_are_refused(places: Places, killed_after: Any) -> None:
     target = places[0].parent / "other"
     killed_after(4)
     with pytest.raises(Killed):
         run(settings_for(places, target))
     with pytest.raises(InputError, match=r"other settings; it differs in\n  max_tokens"):
         run(settings_for(places, target, max_tokens=4))
-    answers = next((work_path(target) / "answers").glob("suite_base.jsonl"))
+    answers = work_path(target) / "answers" / "suite_base.jsonl"
     changed = rows_of(answers)
     changed[1] |= {"pick": 0, "rule": "missing 'Rosa'"}
-    whole = answers.read_text()
-    answers.write_text(whole.replace('"pick": 1', '"pick": 0', 1))
-    with pytest.raises(InputError, match=r"suite_base\.jsonl, line \d: does not follow"):
-        run(settings_for(places, target))
     forge(answers, changed)
     with pytest.raises(InputError, match="is not what the rules say of its reply"):
-        run(settings_for(places, target))
-    changed[0] |= {"plan_sha256": "0" * 64}
-    forge(answers, changed)
-    with pytest.raises(InputError, match="answers of another plan or arm"):
-        run(settings_for(places, target))
-    answers.write_text(whole)
-    (work_path(target) / "plan.json").unlink()
-    with pytest.raises(InputError, match="a plan must be older than its results"):
         run(settings_for(places, target))
     shutil.rmtree(work_path(target))
 

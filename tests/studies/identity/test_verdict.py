@@ -132,11 +132,11 @@ def test_equal_totals_need_not_be_the_same_prompts() -> None:
     assert (same["kept"], same["lost"], same["gained"], same["neither"]) == (18, [], [], 2)
 
 
-def test_kept_lost_and_not_shown() -> None:
+def test_kept_lost_and_undecided() -> None:
     found = case(again_promote=range(8), factual_second_promote=16)
     outcomes_of = {one["arm"]: one["outcome"] for one in found["judgements"]}
     assert outcomes_of == {
-        "factual_promote": "kept", "again_promote": "lost", "factual_second_promote": "not shown",
+        "factual_promote": "kept", "again_promote": "lost", "factual_second_promote": "undecided",
     }  # fmt: skip
     lost = found["compared"]["again_promote"]
     # Holm, the smallest of two p of each of three claims
@@ -145,6 +145,11 @@ def test_kept_lost_and_not_shown() -> None:
     # of the 18 that the reference passes, not of the suite's 20
     assert lost["loss"] == wilson_interval(10, 18).as_json()
     words = verdict_of(found)
+    why = {one["arm"]: one["words"] for one in found["judgements"]}["factual_second_promote"]
+    assert why == (
+        "keeps 16 of 18, gains 0; loss 3 to 33% (95%); p = 1 for no loss, p = 0.54 for a loss of "
+        "25% (Holm, all claims)"
+    )
     assert words.startswith(
         "Under promote: persona kept by identity + factual r2 (18 of 18); persona lost by identity "
         "+ identity (8 of 18); undecided for identity + factual r8 (16 of 18)."
@@ -162,7 +167,7 @@ def test_both_questions_of_all_claims_that_a_gate_lets_through_are_one_family() 
     assert sorted(adjusted) == sorted(holm([c[k] for c in pairs for k in ("p_value", "p_kept")]))
     assert len(adjusted) == 12
     # 18 of 18 kept twelve times over: 0.75**18 * 12 > 0.05
-    assert {j["outcome"] for j in case(settings)["judgements"]} == {"not shown"}
+    assert {j["outcome"] for j in case(settings)["judgements"]} == {"undecided"}
     # A policy whose persona its own fuse lost has no claims, and none is counted.
     shut = case(settings, identity_refit=1)
     assert {(j["policy"], j["outcome"]) for j in shut["judgements"]} == {

@@ -27,8 +27,7 @@ from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route import check as route_check
 from mlxstacks.studies.route import evaluate as route_evaluate
 from mlxstacks.studies.route import explain as route_explain
-from mlxstacks.studies.route.data import read_examples
-from mlxstacks.studies.route.evaluate_rows import split_of
+from mlxstacks.studies.route.data import read_examples, split_of
 from mlxstacks.studies.route.served import open_served, weighted
 from mlxstacks.studies.route.settings import (
     RouteCheckSettings,

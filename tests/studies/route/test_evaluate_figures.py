@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.interval_coverage import coverage
 from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.routing.router import Route
+from mlxstacks.studies.route.data import MIXED, OTHER, EvaluatedRow
 from mlxstacks.studies.route.evaluate import MODES, weights_of
 from mlxstacks.studies.route.evaluate_figures import (
     ALL,
@@ -23,7 +24,6 @@ from mlxstacks.studies.route.evaluate_figures import (
     router_metrics,
     sign,
 )
-from mlxstacks.studies.route.evaluate_rows import MIXED, OTHER, EvaluatedRow
 
 
 def losses(seed: int, n: int, gain: float) -> DomainLosses:

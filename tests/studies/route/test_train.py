@@ -26,7 +26,7 @@ from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.data import stack_hashes
 from mlxstacks.studies.route.train import run
-from mlxstacks.study.provenance import of_bytes
+from mlxstacks.study.integrity import of_bytes
 from mlxstacks.study.result import Result
 from tests.files.store_cases import header, tensors
 from tests.tiny_models import write_llama

@@ -18,8 +18,7 @@ from mlxstacks.files.outputs import entries
 from mlxstacks.files.settings import StacksAnalyseSettings
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import parts_of
-from mlxstacks.studies.stack.analysis import curves_of, run
-from mlxstacks.studies.stack.analysis_report import _loss_plots, left_out
+from mlxstacks.studies.stack.analysis import _loss_plots, curves_of, left_out, run
 from mlxstacks.study.document import Plot, Table, Text
 from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store

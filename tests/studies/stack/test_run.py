@@ -358,7 +358,6 @@ def test_serving_a_store_and_taking_it_off_again(places: Places, trained: Any) -
     assert not mx.array_equal(model(tokens), base).item()
     detach(model)
     assert mx.array_equal(model(tokens), base).item()
-    assert [record.name for record in serve(model, store, ["beta"])] == ["beta-r1", "beta-r2"]
 
 
 # --- changed stores -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError
 from mlxstacks.studies.sweep import rank_sweep
 from mlxstacks.studies.sweep.cells import read_results
 from mlxstacks.studies.sweep.rank_sweep import run
@@ -20,13 +20,7 @@ from mlxstacks.study import child_process
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
 from tests.studies.sweep_cases import Cells, sweep_settings
-from tests.studies.train_cases import write_data, write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("sweep-bad")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
+from tests.studies.train_cases import write_data
 
 
 @pytest.mark.parametrize(
@@ -95,17 +89,6 @@ def test_a_broken_row_names_file_and_line(inputs: tuple[Path, Path], tmp_path: P
     with pytest.raises(InputError, match=r"train.jsonl, line 21: messages must be a list"):
         run(sweep_settings(inputs[0], data, tmp_path / "out"))
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
-
-
-def test_an_existing_target_is_not_touched(inputs: tuple[Path, Path], tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "thesis.txt").write_text("mine")
-    for force in (False, True):
-        with pytest.raises(TargetError, match=r"it holds thesis\.txt .*, not with --force either"):
-            run(sweep_settings(*inputs, target, force=force))
-    assert (target / "thesis.txt").read_text() == "mine"
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.fixture(autouse=True)

@@ -24,16 +24,9 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
-from tests.studies.train_cases import write_data, write_tiny_model
 from tests.warm import WarmSubprocess
 
 NAME = "rank-{}_seed-{}_layers-all_switch_mlp.down_proj"
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("sweep-inputs")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
 
 
 @pytest.fixture(scope="module")

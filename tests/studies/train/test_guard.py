@@ -13,29 +13,28 @@ import pytest
 from mlxstacks.cli import run as run_cli
 from mlxstacks.errors import ResourceLimitError
 from mlxstacks.guard.counting import compiler
-from mlxstacks.guard.run import Change, GuardReport
+from mlxstacks.guard.run import Change, GuardReport, guard
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import (
     GuardedRun,
     TrainSetup,
+    asked_of,
     guarded,
     set_up,
     train_change,
-    verdict,
 )
 from mlxstacks.training.settings import TrainSettings
-from tests.studies.train_cases import settings_for, write_data, write_rows, write_tiny_model
+from tests.studies.train_cases import settings_for, write_rows
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("guarded")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
+def verdict(settings: TrainSettings, longest: int, float32: bool, validates: bool) -> GuardReport:
+    model = str(settings.model)
+    return guard(asked_of(settings, model, longest, validates=validates, in_float32=float32))
 
 
 def predicted(settings: TrainSettings, setup: TrainSetup) -> GuardReport:
     longest, validates = max(setup.plan.widths), setup.validation is not None
-    return verdict(settings, longest, setup.float32_base, validates=validates)
+    return verdict(settings, longest, setup.float32_base, validates)
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +154,10 @@ def test_what_a_run_keeps_beside_its_step_is_counted(places: tuple[Path, Path]) 
     setup = set_up(settings)
     adapter = 4 * setup.parameters
     longest = max(setup.plan.widths)
-    bare = verdict(settings, longest, setup.float32_base, validates=False)
-    best = verdict(settings, longest, setup.float32_base, validates=True)
+    bare = verdict(settings, longest, setup.float32_base, False)
+    best = verdict(settings, longest, setup.float32_base, True)
     several = settings.model_copy(update={"grad_accumulation_steps": 2})
-    both = verdict(several, longest, setup.float32_base, validates=True)
+    both = verdict(several, longest, setup.float32_base, True)
     totals = [report.nbytes.total or 0 for report in (bare, best, both)]
     assert totals[1] == totals[0] + adapter
     assert totals[2] == pytest.approx(totals[1] + adapter, rel=0.01)

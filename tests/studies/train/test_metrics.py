@@ -21,7 +21,7 @@ from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import set_up
 from mlxstacks.study.result import Result
 from tests.studies import stack_cases
-from tests.studies.train_cases import settings_for, write_data, write_tiny_model
+from tests.studies.train_cases import settings_for
 
 
 class Package(ModuleType):
@@ -51,27 +51,13 @@ class Package(ModuleType):
         self.finished += 1
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    directory = tmp_path_factory.mktemp("metrics")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
-
-
-@pytest.fixture(scope="module")
-def plain(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter whose training was logged nowhere else."""
-    target = tmp_path_factory.mktemp("plain") / "adapter"
-    train_run.run(settings_for(*places, target))
-    return target
-
-
 def events(target: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (target / "log.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] in ("step", "validation")]
 
 
 def test_every_number_of_the_log_is_sent_and_stands_in_the_table(
-    places: tuple[Path, Path], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: tuple[Path, Path], trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, target = Package("trackio", monkeypatch), tmp_path / "adapter"
     settings = settings_for(*places, target, log_to="trackio", log_project="mine", log_name="one")
@@ -94,7 +80,7 @@ def test_every_number_of_the_log_is_sent_and_stands_in_the_table(
         rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
     assert rows == [{k: str(v) for k, v in line.items()} for line in events(target)]
     weights = "adapters.safetensors"
-    assert (target / weights).read_bytes() == (plain / weights).read_bytes()
+    assert (target / weights).read_bytes() == (trained[1] / weights).read_bytes()
     # a run that was stopped goes on with another logger, or none
     quiet = settings.model_copy(update={"log_to": None, "log_project": "x", "log_name": None})
     setup = set_up(settings)
@@ -115,7 +101,7 @@ def test_trackio_itself_keeps_them(
 
 
 def test_a_logger_that_fails_stops_nothing(
-    places: tuple[Path, Path], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: tuple[Path, Path], trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, target = Package("wandb", monkeypatch), tmp_path / "adapter"
     package.fails_at = 3
@@ -124,9 +110,9 @@ def test_a_logger_that_fails_stops_nothing(
     note = "wandb failed and got no more metrics: OSError: the server is gone."
     assert note in Result.open(target).notes
     assert (target / "adapters.safetensors").read_bytes() == (
-        plain / "adapters.safetensors"
+        trained[1] / "adapters.safetensors"
     ).read_bytes()
-    assert len(events(target)) == len(events(plain))
+    assert len(events(target)) == len(events(trained[1]))
 
 
 def test_before_training_it_is_an_error(

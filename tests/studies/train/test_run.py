@@ -34,22 +34,8 @@ from tests.studies.train_cases import (
     settings_for,
     write_data,
     write_rows,
-    write_tiny_model,
 )
 from tests.tiny_models import write_llama
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and its data."""
-    directory = tmp_path_factory.mktemp("train")
-    return write_tiny_model(directory / "model"), write_data(directory / "data")
-
-
-@pytest.fixture(scope="module")
-def trained(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    target = tmp_path_factory.mktemp("out") / "adapter"
-    return train_run.run(settings_for(*places, target)), target
 
 
 def log_of(target: Path) -> list[dict[str, Any]]:

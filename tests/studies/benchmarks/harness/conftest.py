@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlxstacks.studies.benchmarks.arm_model import ModelArm
+from mlxstacks.studies.benchmarks.arms import ModelArm
 from tests.studies.benchmarks.arm_cases import arms_of
 from tests.studies.route_evaluate_cases import Places, write_places
 

@@ -10,14 +10,14 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.studies.benchmarks import harness
-from mlxstacks.studies.benchmarks.arm_model import ModelArm
+from mlxstacks.studies.benchmarks.arms import ModelArm
 from mlxstacks.studies.benchmarks.harness import (
     BuiltinTask,
     builtin_tasks,
     find_tasks,
     run_harness,
 )
-from mlxstacks.studies.benchmarks.plan import harness_plan
+from mlxstacks.studies.benchmarks.items import harness_plan
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied
 from tests.studies.train_cases import WORDS, write_rows

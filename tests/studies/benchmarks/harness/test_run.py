@@ -13,7 +13,7 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose
-from mlxstacks.studies.benchmarks.arm_model import ModelArm, PromptEncoder
+from mlxstacks.studies.benchmarks.arms import ModelArm, PromptEncoder
 from mlxstacks.studies.benchmarks.harness import run_harness
 from mlxstacks.studies.benchmarks.harness_model import ArmModel
 from mlxstacks.studies.benchmarks.items import open_task
@@ -63,7 +63,7 @@ def assert_same_numbers(arm: ModelArm, found: dict[str, Any], name: str, items: 
     ]
     for normalisation, metric in (("sum", "acc"), ("character", "acc_norm")):
         picks = choose(encoded, [own.sums for own in scored], normalisation)  # type: ignore[arg-type]
-        right = [float(p == a) for p, a in zip(picks.picks, picks.answers, strict=True)]
+        right = [float(p == i.answer_index) for p, i in zip(picks, encoded, strict=True)]
         if metric in samples[0]["metrics"]:
             assert [sample["metrics"][metric] for sample in samples] == right
 

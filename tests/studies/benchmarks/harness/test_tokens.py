@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.benchmarks.arm_model import PromptEncoder
+from mlxstacks.studies.benchmarks.arms import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 
 
