@@ -288,9 +288,11 @@ class TrainRun:
             )  # fmt: skip
         except NonFiniteError as error:
             self._save(state)
+            work = work_path(self.target)
+            kept = f", its adapter, the best so far, in {work / ADAPTER}"
+            kept = "; the store is as it was" if self.setup.active else kept
             raise NonFiniteError(
-                f"{error}. The state before it is saved in {work_path(self.target)}, its adapter, "
-                f"the best so far, in {work_path(self.target) / ADAPTER}"
+                f"{error}. The state before it is saved in {work}{kept}"
             ) from error
 
     def _ended(self, state: TrainingState) -> None:

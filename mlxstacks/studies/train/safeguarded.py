@@ -3,6 +3,7 @@ train, and how both are told.
 """
 
 import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -123,7 +124,7 @@ class SafeguardedRun(TrainRun):
             )
         super()._on_validation(state, record)
 
-    def _write_adapter(self, directory: Any, tensors: dict[str, mx.array]) -> None:
+    def _write_adapter(self, directory: Path, tensors: dict[str, mx.array]) -> None:
         if self.setup.active is None:
             super()._write_adapter(directory, tensors)
 
@@ -131,9 +132,11 @@ class SafeguardedRun(TrainRun):
         active = self.setup.active
         if active is None or state.best is None or state.best.step == 0:
             return
+        # a manifest names no directory
+        rewards = [r if "=" in r else Path(r).name for r in self.options.reward]
         how = {
-            "settings": self.identity, "steps": state.step, "best_step": state.best.step,
-            "stopped": state.stopped, "safeguards": self._counts(),
+            "settings": {**self.identity, "reward": rewards}, "steps": state.step,
+            "best_step": state.best.step, "stopped": state.stopped, "safeguards": self._counts(),
         }  # fmt: skip
         self.stored = active.finish(how, self.options.safeguards.max_nll_rise, self._say)
 

@@ -131,7 +131,12 @@ def test_a_changed_reference_is_refused(places: tuple[Path, Path], tmp_path: Pat
 def test_a_reward_a_million_times_too_large_leaves_the_best_snapshot(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three bad steps after step 3: what is written is what a run of three steps writes."""
+    """Bad steps after step 3: what is written is what a run of three steps writes. All pairs are
+    met by then: others would be scored in other batches, and some BLAS rounds by the batch.
+    """
+    write_rows(tmp_path / "pairs" / "train.jsonl", pairs(20)[:6])
+    write_rows(tmp_path / "pairs" / "valid.jsonl", pairs(8))
+    places = places[0], tmp_path / "pairs"
     align.run(settings_of(places, tmp_path / "three", iters=3))
     call = align.PairGradients.__call__
 
