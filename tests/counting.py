@@ -40,10 +40,12 @@ def library() -> Path:
 
         include = Path(mx.__file__).parent / "include"
         target.parent.mkdir(parents=True, exist_ok=True)
+        compiler = counting.compiler()
+        assert compiler is not None
         # Under another name, then renamed: two processes may come at once.
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             output = Path(scratch) / target.name
-            command = [counting.compiler(), "-std=c++20", "-O1", "-shared", "-fPIC"]
+            command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC"]
             subprocess.run(
                 [*command, f"-I{include}", str(SOURCE), "-o", str(output), "-ldl"], check=True
             )
