@@ -26,6 +26,12 @@ _FUNCTIONS = {
     for command in COMMANDS
     if command not in ("chat", "generate", "serve")
 }
+_ON_THE_COMMAND_LINE = {
+    "chat": "; `mlxstacks chat` is for a terminal, here ms.generate answers",
+    "serve": "; `mlxstacks serve` is a process of its own",
+    "init": "; `mlxstacks init` writes a recipe, which ms.run runs",
+    "completion": "; `mlxstacks completion` is for a shell",
+}
 _ERRORS = ("InputError", "Interrupted", "StoreError")
 __all__ = ["Result", "generate", "load", "recipes", "run", *_ERRORS, *_FUNCTIONS]
 
@@ -37,8 +43,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("mlxstacks.errors"), name)
     if name in __all__:
         return importlib.import_module("mlxstacks.api").function_named(name)
-    hint = "; `mlxstacks chat` is for a terminal, here ms.generate answers"
-    hint = hint if name == "chat" else nearest(name, __all__)
+    hint = _ON_THE_COMMAND_LINE.get(name) or nearest(name, __all__)
     raise AttributeError(f"module 'mlxstacks' has no attribute {name!r}{hint}")
 
 

@@ -254,7 +254,8 @@ def _command(
         except OtherRunError as error:
             if not resolved.forced or "resume" in resolved.settings.model_fields_set:
                 raise
-            differing = str(error).rpartition("\n")[0]
+            lines = str(error).splitlines()
+            differing = "\n".join(line for line in lines if "--no-resume" not in line)
             warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
         settings = resolved.settings.model_copy(update={"resume": False})
         resolved = replace(resolved, settings=settings)

@@ -338,9 +338,12 @@ def _max_tokens(chat: Chat, rest: str) -> None:
 
 
 def _system(chat: Chat, rest: str) -> None:
-    chat.restart()
-    chat.conversation.begin(rest or None)
-    chat.say(f"A new conversation, {'with this' if rest else 'without a'} system prompt.")
+    if rest:
+        chat.restart()
+        chat.conversation.begin(None if rest == "none" else rest)
+    prompt = next((m["content"] for m in chat.conversation.messages if m["role"] == "system"), None)
+    begun = "A new conversation. " if rest else ""
+    chat.say(f"{begun}System prompt: {prompt}" if prompt else f"{begun}There is no system prompt.")
 
 
 def _stats(chat: Chat, rest: str) -> None:
@@ -382,7 +385,11 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/new": SlashCommand("", "a new conversation, mode and pins as they are; or /clear, r", _new),
     "/temp": SlashCommand("[NUMBER]", "temperature of what is drawn; 0: the likeliest", _temp),
     "/max-tokens": SlashCommand("[NUMBER]", "most tokens in an answer", _max_tokens),
-    "/system": SlashCommand("[TEXT]", "a new conversation with this system prompt", _system),
+    "/system": SlashCommand(
+        "[TEXT]",
+        "the system prompt; TEXT, or none, begins a conversation with another",
+        _system,
+    ),
     "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),
     "/save": SlashCommand("FILE", "write the conversation as a row of training data", _save),
     "/load": SlashCommand("FILE", "go on from a conversation that was saved", _load),

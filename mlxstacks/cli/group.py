@@ -303,10 +303,14 @@ class LiteralChoice(click.Choice):
         self.several = several
         super().__init__(list(self.values))
 
+    def normalize_choice(self, choice: str, ctx: click.Context | None) -> str:
+        return choice  # help shows values as they are, not as options are spelled
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = _spelled(value)
         if self.several and "," in text:
             return tuple(self.convert(part.strip(), param, ctx) for part in text.split(","))
+        text = next((v for v in self.values if text in (v, v.replace("_", "-"))), text)
         if text not in self.values:
             hint = nearest(text, self.values)
             self.fail(f"got {text!r}, allowed: {', '.join(self.values)}{hint}", param, ctx)

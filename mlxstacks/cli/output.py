@@ -35,6 +35,9 @@ def print_guard(console: "Console", result: "Result") -> None:
     if not result.settings["apply"]:
         print_result(console, result)
         return
+    if result.failed_gate:  # nothing fits
+        return
+    console.print("command: guard", markup=False)
     for key, value in result.data["apply"].items():
         if value is not None:
             # JSON is a part of YAML

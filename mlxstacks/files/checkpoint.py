@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -218,8 +219,8 @@ def _shard_files(directory: Path) -> list[Path]:
         return files
     if (directory / "manifest.json").is_file() and (directory / "stacks").is_dir():
         raise CheckpointError(
-            f"{directory}: a store of stacks, not a model; chat and generate take it as "
-            "--store-path, with the model that its stacks were trained on"
+            f"{directory}: a store of stacks, not a model; with the model that they were trained "
+            f"on, `mlxstacks chat --model MODEL --store-path {shlex.quote(str(directory))}`"
         )
     others = sorted(
         path.name for path in directory.iterdir()

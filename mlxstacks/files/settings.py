@@ -177,9 +177,10 @@ class AdapterMergeSettings(Settings):
     @model_validator(mode="after")
     def _fit(self) -> Self:
         if self.weights and len(self.weights) != len(self.adapter_path):
+            numbers = ", ".join(map(str, self.weights))
             raise ValueError(
-                f"weights has {len(self.weights)} numbers for {len(self.adapter_path)} adapters; "
-                "give one each, in order"
+                f"weights is {numbers} for {len(self.adapter_path)} adapters "
+                f"({', '.join(self.adapter_path)}); give one each, in order, as 0.5,0.5"
             )
         if self.rank is not None and self.method == "concat":
             raise ValueError("rank goes with svd, ties and dare; concat has the sum of all ranks")

@@ -205,6 +205,10 @@ def read_manifest(root: Path, name: str = MANIFEST) -> Manifest:
     if not os.path.lexists(path):
         if (root / "stacks").is_dir():
             raise StoreError(f"{path}: missing, its stacks are there; restore it from a copy")
+        for name, kind in (("adapter_config.json", "adapter_path"), ("config.json", "model")):
+            if (root / name).is_file():
+                option, what = "--" + kind.replace("_", "-"), kind.partition("_")[0]
+                raise InputError(f"{root}: the {what} of a run, no store; give it with {option}")
         raise InputError(f"{root}: no store: it has no {MANIFEST} (`mlxstacks stack` makes one)")
     if path.is_symlink():
         raise StoreError(f"{path}: is a link; a store holds its own files")

@@ -114,6 +114,8 @@ class GuardReport:
     def failed_gate(self) -> str | None:
         if self.outcome != "refused" or self.settings["force"]:
             return None
+        if self.settings["apply"]:
+            return None if self.change else f"{self.verdict}; no change makes it fit"
         return f"{self.verdict} (--force lets it pass all the same)"
 
     @property

@@ -88,7 +88,7 @@ class GuardSettings(Settings):
     )
     resource_limit: ResourceLimit = None
     working_set_bytes: WorkingSetBytes = None
-    apply: bool = Field(False, description="Print only the settings that fit.")
+    apply: bool = Field(False, description="Print only the settings that fit, as a recipe.")
     force: bool = Field(False, description="Exit with 0 even if the run would be refused.")
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from mlxstacks.study.write import write_result
 
 INDEX, FIGURES, RECIPES = "index.html", "figures", "recipes"
 # Of each result, in the data of the page's own.
-_TOLD = ("kind", "status", "outcome", "verdict", "plan_sha256")
+_TOLD = ("kind", "status", "verdict", "plan_sha256")
 
 
 def run(
@@ -136,6 +136,7 @@ def planned_report(
         {
             "name": source.name, "path": source.path, "file": source.file, "sha256": source.sha256,
             **{key: getattr(source.result, key) for key in _TOLD},
+            "outcome": source.result.shown_outcome,
             "standing": Section("", "", source.result).standing.partition(":")[0],
             "reasons": list(source.result.standing.reasons),
         }
@@ -145,10 +146,7 @@ def planned_report(
     any_plan = any(source.result.plan_sha256 for source in sources)
     names = ("run", "kind", "outcome", *["standing"] * any_plan)
     columns: Columns = dict.fromkeys(names, "text")
-    rows = [
-        (r["name"], r["kind"], r["outcome"] or r["status"], *[r["standing"]] * any_plan)
-        for r in runs
-    ]
+    rows = [(r["name"], r["kind"], r["outcome"], *[r["standing"]] * any_plan) for r in runs]
     table = Table.of("runs", "Results", columns, rows)
     verdicts = [Text(title=r["name"], paragraphs=(r["verdict"], *_marked(r["reasons"])))
                 for r in runs if r["verdict"]]  # fmt: skip

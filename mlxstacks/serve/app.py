@@ -58,6 +58,7 @@ class Api:
 
 APIS = (
     Api("/v1/chat/completions", openai_api.ChatSpeaker, openai_api.error_document),
+    Api("/chat/completions", openai_api.ChatSpeaker, openai_api.error_document),  # mlx_lm.server's
     Api("/v1/completions", openai_api.CompletionSpeaker, openai_api.error_document),
     Api("/v1/responses", responses_api.ResponsesSpeaker, openai_api.error_document),
     Api("/v1/messages", anthropic_api.MessagesSpeaker, anthropic_api.error_document),

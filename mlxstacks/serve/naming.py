@@ -17,6 +17,7 @@ from mlxstacks.errors import InputError
 
 BASE, UNGATED, ROUTED = "base", "ungated", "routed"
 _DEFAULT = "default_model"
+RESERVED = (BASE, UNGATED, ROUTED, _DEFAULT)
 _MOST_NAMES = 64
 
 

@@ -43,6 +43,7 @@ from mlxstacks.routing.resident import (
     release_memory,
 )
 from mlxstacks.routing.stack_reader import DomainParts, ResidentStats, StackReader
+from mlxstacks.serve.naming import RESERVED
 
 _STORED = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
@@ -159,9 +160,9 @@ class StackPool:
             name = check_name(adapter.directory.resolve().name.removesuffix(".gguf"), "adapter")
         except ValueError as error:
             raise InputError(f"{path}: {error}; rename it") from None
-        if name in self.names:
+        if name in (*self.names, *RESERVED):
             raise InputError(
-                f"{path}: {name} is what a domain of the store or another adapter is called; "
+                f"{path}: {name} is what a domain, another adapter or a mode is called; "
                 "rename the directory"
             )
         try:

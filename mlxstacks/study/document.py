@@ -253,6 +253,11 @@ class Document(_Part):
         return None if self.standing.status == "no plan" else self.plan_sha256
 
     @property
+    def shown_outcome(self) -> str:
+        """The outcome for people, a gate that was not met first."""
+        return ("gate not met: " if self.failed_gate else "") + (self.outcome or self.status)
+
+    @property
     def shown_blocks(self) -> tuple[Block, ...]:
         """The blocks as people see them: of an exploratory result each is marked in its title, a
         plot in its alt as well.

@@ -325,9 +325,12 @@ def test_temperature_changes_between_answers(talk: Any) -> None:
 
 
 def test_length_and_system_prompt_change_between_answers(talk: Any) -> None:
-    chat, out = talk("/max-tokens 3", "alpha", "/max-tokens 0", "/system Be brief.", "beta")
+    chat, out = talk(
+        "/max-tokens 3", "alpha", "/max-tokens 0", "/system Be brief.", "beta", "/system"
+    )
     assert chat.conversation.sampling.max_tokens == 3
     assert "At most 3 tokens an answer." in out
+    assert out.count("System prompt: Be brief.") == 2
     assert "got '0'; /max-tokens takes a number from 1" in out
     roles = [message["role"] for message in chat.conversation.messages]
     assert roles == ["system", "user", "assistant"]

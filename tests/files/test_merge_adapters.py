@@ -163,7 +163,7 @@ def test_the_command_writes_an_adapter_and_refuses_other_bases(
     assert code == 0, err
     assert "is lost to the rank, most in layers.0.up_proj" in " ".join(out.split())
     for options, message in (
-        (("--weights", "1"), "weights has 1 numbers for 2 adapters"),
+        (("--weights", "1"), "weights is 1.0 for 2 adapters ("),
         (("--rank", "2"), "rank goes with svd, ties and dare"),
         (("--density", "0"), "density"),
     ):

@@ -363,13 +363,16 @@ def test_over_the_limit_exits_with_3_unless_forced_and_names_what_fits(
     assert code == 3
     assert "Gate not met: does not fit" in err
     assert "cheapest change train the recurrence in chunks" in " ".join(out.split())
-    code, out, _ = command(*arguments, "--force", "--apply")
+    code, out, _ = command(*arguments, "--apply")
     assert code == 0
     recipe = Path("fits.yaml")
-    recipe.write_text("command: guard\n" + out)
+    recipe.write_text(out)
     assert 'recurrence: "chunked"\n' in out
     code, out, _ = command("--recipe", str(recipe), "--json")
     assert (code, json.loads(out)["outcome"]) == (0, "fits")
+    code, out, err = command(*arguments[: -len(MLX_LM) * 2], "--resource-limit", "10", "--apply")
+    assert (code, out) == (3, "")
+    assert "no change makes it fit" in err
 
 
 def test_blocks(plain: GuardReport) -> None:

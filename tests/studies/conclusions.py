@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mlxstacks.keywords import said_in_python
 from mlxstacks.report.conclude_again import check_conclusion
 from mlxstacks.report.find import find_sources
 from mlxstacks.study.result import Result
@@ -14,7 +15,8 @@ def assert_its_files_give_edits_away(target: Path, figure: str) -> None:
     """figure: path in `data` of a number that follows from the files."""
     result = Result.open(target)
     again = check_conclusion(result, target)
-    assert again == result.model_copy(update={"notes": again.notes})
+    opened = said_in_python(again)
+    assert opened == result.model_copy(update={"notes": opened.notes})
     assert again.notes[-1] == "Conclusion drawn again from its files: the same figures."
     edits = {"verdict": "All is well.", "outcome": "It works.", "blocks": (), "failed_gate": "no"}
     assert check_conclusion(result.model_copy(update=edits), target) == again

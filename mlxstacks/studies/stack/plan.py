@@ -334,7 +334,7 @@ def read_rows_of(
         if held < FEW_ROWS and wanted[name].validation_rows is None:
             notes.append(
                 f"{name}: {held} {'row is' if held == 1 else 'rows are'} for validation and "
-                f"{rows:,} to train on; validation_rows in the domain's data sets another number."
+                f"{rows:,} to train on; --validation-rows sets another number."
             )
     return {
         name: _encoded(domains[name], wanted[name], name in stored, settings, tokenizer, notes)

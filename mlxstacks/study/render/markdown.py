@@ -21,6 +21,8 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
     parts += [f"**EXPLORATORY**: {_text(reason)}" for reason in result.standing.reasons]
     if result.verdict:
         parts.append(f"**Verdict.** {_text(capital(result.verdict))}")
+    if result.failed_gate:
+        parts.append(f"**Gate not met.** {_text(result.failed_gate)}")
     if result.tested_plan:
         parts.append(f"Plan `{result.tested_plan}`, fixed before the first answer.")
     if hypothesis := (result.plan or {}).get("hypothesis"):

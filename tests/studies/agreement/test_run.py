@@ -23,6 +23,7 @@ from mlxstacks.studies.agreement.run import (
     outcome,
     verdict,
 )
+from mlxstacks.study.result import Result
 from tests.cli.conftest import Run, command
 from tests.studies.conclusions import assert_its_files_give_edits_away
 
@@ -60,6 +61,8 @@ def test_an_adapter_shows_and_the_same_model_does_not(rows: Path, command: Run) 
     assert code == 3, err
     assert f"agreement is below --fail-under-agreement 1.0: {name} " in err
     assert f"1.0: {BASE}" not in err  # the control, which is no candidate
+    assert Result.open("two").shown_outcome.startswith("gate not met: ")
+    assert "**Gate not met.** agreement is below" in Path("two/result.md").read_text()
     document = json.loads(Path("two/result.json").read_text())
     base, again = (document["data"]["models"][key]["all"] for key in (BASE, name))
     assert base == again  # without its adapter the reference is its base
