@@ -303,8 +303,8 @@ class LiteralChoice(click.Choice):
         self.several = several
         super().__init__(list(self.values))
 
-    def normalize_choice(self, choice: str, ctx: click.Context | None) -> str:
-        return choice  # help shows values as they are, not as options are spelled
+    def normalize_choice(self, choice: Any, ctx: click.Context | None) -> str:
+        return str(choice)  # help shows values as they are, not as options are spelled
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         text = _spelled(value)

@@ -40,6 +40,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
     },
     "train": {"save_path": ("--adapter-path",)},
+    "confound": {"items": ("--data",)},
     "sweep": {
         "ranks": ("--rank", "-r", "--r", "--lora-r", "--lora-rank"),
         "seeds": ("--seed",),
@@ -223,6 +224,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--prefill-step-size": "prompts are read 512 tokens at a time; leave it out",
         "--pipeline": "one machine answers; mlx_lm.server spreads a model over several",
     },
+    "identity": {"--data": "--persona-data gives the persona's rows, --items the items"},
     "fuse": {
         "--export-gguf": _GGUF,
         "--gguf-path": _GGUF,

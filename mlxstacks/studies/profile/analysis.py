@@ -245,27 +245,27 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
         sentences.append("Random sets of layers may share as much.")
     elif sets["p_shuffled"] >= alpha:
         sentences.append(
-            "Groups made by chance share as much, so the depth belongs to the layers, not to the "
-            "groups."
+            "Groups made by chance share as much: that the top layers depend on the group is not "
+            "shown."
         )
     tops = tables["top_layers"]
     same, other = tops["halves_of_one_group"], tops["halves_of_two_groups"]
-    repeat = "so differences between the groups' sets are not above sampling noise"
-    if same > other + HALVES_MARGIN:
-        repeat = "so sets differ between groups by more than sampling noise"
+    place = "beyond" if same > other + HALVES_MARGIN else "within"
     sentences.append(
         f"Half a group's prompts name the other half's layers with Jaccard {same:.3f}, another "
-        f"group's with {other:.3f}, {repeat}."
+        f"group's with {other:.3f}: {place} the announced margin of {HALVES_MARGIN:g}, of one "
+        "split, without a test."
     )
     experts = tables["expert_overlap"]
-    where = f"In the {_kind_of(experts)} ({_listed(experts['layers'])}) groups"
+    where = f"In the {_kind_of(experts)} ({_listed(experts['layers'])})"
     numbers = (
         f"mean Jaccard of the top {experts['top_experts']} experts {experts['mean']:.3f}, with "
         f"shuffled labels {experts['shuffled']:.3f}, p = {experts['p']:.3g}"
     )
     differ = experts["p"] < alpha
-    same_experts = "have the same top experts, as far as seen"
-    words = "go to different experts" if differ else same_experts
+    words = "groups go to different experts"
+    if not differ:
+        words = "it is not shown that groups go to different experts"
     return " ".join([*sentences, f"{where} {words} ({numbers})."])
 
 
@@ -286,7 +286,11 @@ def _control_in_words(tables: Mapping[str, Any], alpha: float) -> list[str]:
 
 
 def _kind_of(experts: Mapping[str, Any]) -> str:
-    return "shared layers" if experts["layers_are_shared"] else "layers of highest divergence"
+    return (
+        "layers most often on top"
+        if experts["layers_are_shared"]
+        else "layers of highest divergence"
+    )
 
 
 def _listed(layers: Sequence[int]) -> str:

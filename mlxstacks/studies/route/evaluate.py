@@ -195,7 +195,8 @@ class _Evaluation(Study):
             if not domain_groups(groups):
                 raise InputError(
                     f"{name}: no held-out row of a single domain has an answer to measure "
-                    f"(groups here: {', '.join(by_group(rows))}); give --data with answers in "
+                    f"within max_tokens {settings.max_tokens}, prompt and answer together (groups "
+                    f"here: {', '.join(by_group(rows))}); raise it, or give --data with answers in "
                     f"NAME.jsonl for {', '.join(served.domains)}"
                 )
             if absent := [domain for domain in served.domains if domain not in groups]:

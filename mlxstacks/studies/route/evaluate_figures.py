@@ -359,7 +359,7 @@ def _loss_blocks(data: Mapping[str, Any]) -> Iterator[Block]:
             f"to-{to.replace('_', '-')}", f"Difference to {_words(to)}, same tokens",
             {"prompts": "text", **{_words(mode): ("change", 3) for mode in shown}},
             ((group, *(cell_of(matrix[mode].get(group)) for mode in shown)) for group in groups),
-            caption="Nats a token, 95% intervals over rows (of fewer than 5 rows they hold less); "
+            caption="Nats a token, 95% intervals over rows (of fewer than 24 rows they hold less); "
             "below 0 is better.",
         )  # fmt: skip
 
