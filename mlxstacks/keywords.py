@@ -333,7 +333,7 @@ def _as_call(command: str) -> str | None:
     word is left over.
     """
     quote = "`" * command.startswith("`")
-    line = command.strip("`").rstrip(".,:)")
+    line = command.strip("`") if quote else command.rstrip(".,:)")
     after = command.strip("`")[len(line) :]
     words = shlex.split(line) if line.count("'") % 2 == 0 else []
     if not words or words.pop(0) != "mlxstacks":

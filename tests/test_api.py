@@ -182,6 +182,11 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
             "`mlxstacks chat --model m --ungated`",
             "`ms.generate(*ms.load(model='m'), \"Who are you?\", ungated=True)`",
         ),
+        (
+            "stack",
+            "on these: `mlxstacks stacks retrain STORE p --data ...`",
+            "on these: `ms.stacks_retrain(store_path=STORE, domain='p', data=...)`",
+        ),
         ("fuse", "`mlxstacks doctor x --y`", "`mlxstacks doctor x --y`"),
         ("eval", "get it: hf download --data x", "get it: hf download --data x"),
         ("route_evaluate", "give --data with other rows", "give data=... with other rows"),
