@@ -267,6 +267,10 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
         (lambda: untyped.train([{"text": "a"}]), ("ms.train(data=rows)",)),
         (
+            lambda: untyped.stack(domains=[{"name": "plus", "data": [{"prompt": "a"}]}]),
+            ("domains: rows of a domain go to data={'plus': rows}",),
+        ),
+        (
             lambda: untyped.train(data={"train": [{"text": "a"}], "test": [{"text": "b"}]}),
             ("'test' is no part",),
         ),

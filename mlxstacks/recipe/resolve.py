@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
+_MOST_PROBLEMS = 10
 _OF_THE_PERSONA = ("suite", "persona_data")
 
 
@@ -92,7 +93,7 @@ def resolve(
     A target that nobody names is `mlxstacks-out/` and the recipe's or the command's name. A bare
     run may replace what a bare run wrote, which the mark inside tells.
 
-    Raises: InputError listing every unknown key with the nearest known one, and every bad value.
+    Raises: InputError listing unknown keys with the nearest known ones, and bad values.
     """
     name = ALIASES.get(name, name)
     row = command_named(name)
@@ -180,7 +181,7 @@ def validate(
     places: key -> what a message about it begins with; under "" that of a fault of several keys.
     command: whose settings these are; other tools' names of them are then answered.
 
-    Raises: InputError, one line a problem.
+    Raises: InputError, one line a problem, of many the first.
     """
     from pydantic import BaseModel, ValidationError
 
@@ -205,7 +206,10 @@ def validate(
             location = [part for part in detail["loc"] if not _FORM.fullmatch(str(part))]
             place = places.get(str(location[0]) if location else "", "")
             problems.append(place + _explain(settings_class, dict(detail), location, command))
-        raise InputError("\n".join(dict.fromkeys(problems))) from None
+        lines, more = list(dict.fromkeys(problems)), len({*problems}) - _MOST_PROBLEMS
+        if more > 0:
+            lines[_MOST_PROBLEMS:] = [f"and {more} more"]
+        raise InputError("\n".join(lines)) from None
 
 
 def _unusable(value: Any) -> str | None:
