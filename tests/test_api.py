@@ -637,6 +637,10 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             lambda: untyped.eval(tasks="hellaswag", data=PAIRS),
             ("is an item of HellaSwag (data, row 1: endings is None, need 2 to 26 texts);",),
         ),
+        (
+            lambda: untyped.train(data=[*PAIRS, {"messages": [{"role": "usr", "content": "Hm?"}]}]),
+            ("data, row 9: message 0: role 'usr'; did you mean 'user'?",),
+        ),
         (lambda: untyped.train(data="nan.jsonl"), ("nan.jsonl, line 1: not JSON (NaN is no",)),
         (
             lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),
