@@ -394,7 +394,7 @@ def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
     assert not OPTION.search(page)
     for key, parameter in signature.parameters.items():
         if key not in ("tokenizer", "prompt") and (name, key) != ("generate", "model"):
-            line, meaning = page.partition(f"    {key}: ")[2].split("\n")[:2]
+            line, meaning = page.partition(f"\n        {key}: ")[2].split("\n")[:2]
             assert len(meaning.split()) > 1, key
             if isinstance(parameter.default, bool | int | float):
                 assert line.endswith(f"default {parameter.default!r}"), key
@@ -408,6 +408,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert str(FuseSettings.model_fields["force"].description) in " ".join(page.split())
     assert page.index("Fuse adapters into") < page.index("Arguments:")
     assert "'auto', 'refit', 'keep'" in page
+    assert "\n            rank: int, default 16\n" in str(ms.stack.__doc__)
     assert "lambda" not in str(inspect.signature(ms.stack))
     assert "data: str | Path | Mapping[str, Any] | Seq" in str(inspect.signature(ms.route_discover))
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))

@@ -285,15 +285,15 @@ def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -
     for part in location:
         if isinstance(part, str):
             known = getattr(current, "model_fields", {}).get(part)
-            current = next(_models_in(known.annotation), None) if known else None
+            current = next(models_in(known.annotation), None) if known else None
     return list(getattr(current, "model_fields", ()))
 
 
-def _models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
+def models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
     if hasattr(annotation, "model_fields"):
         yield annotation
     for part in get_args(annotation):
-        yield from _models_in(part)
+        yield from models_in(part)
 
 
 def nested_key(settings_class: "type[BaseModel]", key: str) -> str | None:
