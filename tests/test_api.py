@@ -647,6 +647,10 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),
             ("data, row 9: completion: null; fill it in",),
         ),
+        (
+            lambda: untyped.align(method="grpo", reward=[len]),
+            ("reward.0: a function is given as 'FILE.py:FUNCTION'; write it to a file",),
+        ),
         (lambda: untyped.fuse(dry_runn=True), ("did you mean 'dry_run'",)),
         (lambda: untyped.fuse(ms.load()[0], save_path="x"), ("model: got a mlx_lm Model;",)),
         (lambda: untyped.fuse(bits=3.5), ("bits: got 3.5; allowed: N or {PATTERN: N}",)),

@@ -262,6 +262,9 @@ def _explain(
         got = detail["input"]
         hint = nearest(got, allowed) if isinstance(got, str) else ""
         return f"{key}: got {shown(got)}, allowed: {message}{hint}"
+    about = settings_class.model_fields.get(str(location[0]))
+    if callable(detail["input"]) and about and "FILE.py:FUNCTION" in (about.description or ""):
+        return f"{key}: a function is given as 'FILE.py:FUNCTION'; write it to a file"
     if message.startswith("got "):  # a check of ours, which says itself what came
         return f"{key}: {message}"
     wanted = "must be " if detail["msg"].startswith("Input should be ") else ""
