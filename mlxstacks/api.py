@@ -236,6 +236,11 @@ def _command(
             )
         if name in ("train", "align", "stack") and holds_rows(values.get("model")):
             raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
+        domains = values.get("domains")
+        for domain in domains if isinstance(domains, list | tuple) else [domains]:
+            if isinstance(domain, Mapping) and _are_rows(domain.get("data")):
+                rows = f"data={{{domain.get('name', 'NAME')!r}: rows}}"
+                raise InputError(f"domains: rows of a domain go to {rows}")
         if "data" in values and _takes_rows(name, values["data"]):
             target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
             data = values["data"]
@@ -280,6 +285,14 @@ def _rows_written(data: Any, target: Path) -> Iterator[Path]:
 
 def _row_of_data(line: re.Match[str]) -> str:
     return f"data[{line[1]!r}], row {line[2]}" if line[1] else f"data, row {line[2]}"
+
+
+def _are_rows(data: Any) -> bool:
+    """Whether a domain's data are rows, not sources."""
+    if not isinstance(data, list | tuple):
+        return holds_rows(data)
+    of_rows = {"prompt", "messages", "conversations", "text", "instruction", "question"}
+    return any(isinstance(row, Mapping) and row.keys() & of_rows for row in data)
 
 
 def _directories(value: Any) -> Any:

@@ -12,6 +12,7 @@ from textwrap import fill
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
+from mlxstacks.recipe.resolve import models_in
 from mlxstacks.recipe.table import COMMANDS, command_named, load
 
 if TYPE_CHECKING:
@@ -40,12 +41,13 @@ class _AsWritten(str):
 
 _ROWS = "Rows in memory are taken too; for a directory of NAME.jsonl, {NAME: rows}."
 _TOO_LONG = _AsWritten("...")
+_MOST_KEYS = 20  # of nested settings; those of a whole command have a function of their own
 
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
     """kind: a type that type checkers and people read. flag: of the command line. is_list: where
-    one value stands for a list of one.
+    one value stands for a list of one. keys: of nested settings, a line each.
     """
 
     kind: Any
@@ -53,6 +55,7 @@ class Keyword:
     meaning: str
     flag: str
     is_list: bool = False
+    keys: tuple[str, ...] = ()
 
 
 def keywords_of(function: str) -> dict[str, Keyword]:
@@ -90,7 +93,18 @@ def _keyword(key: str, field: "FieldInfo", is_path: bool) -> Keyword:
         field.description or "",
         str(extra.get("cli_name", "--" + key.replace("_", "-"))),
         get_origin(field.annotation) is tuple,
+        tuple(_keys_of(field, default)),
     )
+
+
+def _keys_of(field: "FieldInfo", default: Any) -> Iterator[str]:
+    """`rank: int, default 8` for each key of nested settings."""
+    nested = next(models_in(field.annotation), None)
+    if nested is not None and len(nested.model_fields) <= _MOST_KEYS:
+        for key, inner in nested.model_fields.items():
+            keyword = _keyword(key, inner, key.endswith("path"))
+            own = getattr(default, key, keyword.default)
+            yield f"{key}: {type_in_words(keyword.kind)}{_default_text(_text_of_path(own))}"
 
 
 def _text_of_path(default: Any) -> Any:
@@ -189,14 +203,19 @@ def _parameter(
 def _described(
     parameter: inspect.Parameter, keyword: Keyword, keywords: Mapping[str, Keyword]
 ) -> Iterator[str]:
-    is_shown = parameter.default not in (_TOO_LONG, parameter.empty)
-    default = f", default {parameter.default!r}" if is_shown else ""
+    default = _default_text(parameter.default)
     yield f"    {parameter.name}: {type_in_words(parameter.annotation)}{default}"
     meaning = in_keywords(" ".join(keyword.meaning.split()), keywords)
     for typed, meant in _IN_PYTHON.items():
         meaning = meaning.replace(typed, meant)
     indent = " " * 8
     yield fill(meaning, 88, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    for key in keyword.keys:
+        yield fill(key, 88, initial_indent=" " * 12, subsequent_indent=" " * 16)
+
+
+def _default_text(default: Any) -> str:
+    return f", default {default!r}" if default not in (_TOO_LONG, inspect.Parameter.empty) else ""
 
 
 def type_text(kind: Any) -> str:
@@ -333,7 +352,7 @@ def _as_call(command: str) -> str | None:
     word is left over.
     """
     quote = "`" * command.startswith("`")
-    line = command.strip("`").rstrip(".,:)")
+    line = command.strip("`") if quote else command.rstrip(".,:)")
     after = command.strip("`")[len(line) :]
     words = shlex.split(line) if line.count("'") % 2 == 0 else []
     if not words or words.pop(0) != "mlxstacks":

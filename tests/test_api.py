@@ -182,6 +182,11 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
             "`mlxstacks chat --model m --ungated`",
             "`ms.generate(*ms.load(model='m'), \"Who are you?\", ungated=True)`",
         ),
+        (
+            "stack",
+            "on these: `mlxstacks stacks retrain STORE p --data ...`",
+            "on these: `ms.stacks_retrain(store_path=STORE, domain='p', data=...)`",
+        ),
         ("fuse", "`mlxstacks doctor x --y`", "`mlxstacks doctor x --y`"),
         ("eval", "get it: hf download --data x", "get it: hf download --data x"),
         ("route_evaluate", "give --data with other rows", "give data=... with other rows"),
@@ -261,6 +266,10 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         (lambda: untyped.train(data={"a": 1}), ("got {'a': 1}", "[{'prompt': ...", "{'train':")),
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
         (lambda: untyped.train([{"text": "a"}]), ("ms.train(data=rows)",)),
+        (
+            lambda: untyped.stack(domains=[{"name": "plus", "data": [{"prompt": "a"}]}]),
+            ("domains: rows of a domain go to data={'plus': rows}",),
+        ),
         (
             lambda: untyped.train(data={"train": [{"text": "a"}], "test": [{"text": "b"}]}),
             ("'test' is no part",),
@@ -385,7 +394,7 @@ def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
     assert not OPTION.search(page)
     for key, parameter in signature.parameters.items():
         if key not in ("tokenizer", "prompt") and (name, key) != ("generate", "model"):
-            line, meaning = page.partition(f"    {key}: ")[2].split("\n")[:2]
+            line, meaning = page.partition(f"\n        {key}: ")[2].split("\n")[:2]
             assert len(meaning.split()) > 1, key
             if isinstance(parameter.default, bool | int | float):
                 assert line.endswith(f"default {parameter.default!r}"), key
@@ -399,6 +408,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert str(FuseSettings.model_fields["force"].description) in " ".join(page.split())
     assert page.index("Fuse adapters into") < page.index("Arguments:")
     assert "'auto', 'refit', 'keep'" in page
+    assert "\n            rank: int, default 16\n" in str(ms.stack.__doc__)
     assert "lambda" not in str(inspect.signature(ms.stack))
     assert "data: str | Path | Mapping[str, Any] | Seq" in str(inspect.signature(ms.route_discover))
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
@@ -628,10 +638,18 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             lambda: untyped.eval(tasks="hellaswag", data=PAIRS),
             ("is an item of HellaSwag (data, row 1: endings is None, need 2 to 26 texts);",),
         ),
+        (
+            lambda: untyped.train(data=[*PAIRS, {"messages": [{"role": "usr", "content": "Hm?"}]}]),
+            ("data, row 9: message 0: role 'usr'; did you mean 'user'?",),
+        ),
         (lambda: untyped.train(data="nan.jsonl"), ("nan.jsonl, line 1: not JSON (NaN is no",)),
         (
             lambda: untyped.train(data=[*PAIRS, {"prompt": "Hm?", "completion": float("nan")}]),
             ("data, row 9: completion: null; fill it in",),
+        ),
+        (
+            lambda: untyped.align(method="grpo", reward=[len]),
+            ("reward.0: a function is given as 'FILE.py:FUNCTION'; write it to a file",),
         ),
         (lambda: untyped.fuse(dry_runn=True), ("did you mean 'dry_run'",)),
         (lambda: untyped.fuse(ms.load()[0], save_path="x"), ("model: got a mlx_lm Model;",)),

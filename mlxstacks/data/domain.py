@@ -362,8 +362,9 @@ def apply_split(examples: Iterable[Example], ids: SplitIds, name: str = "") -> S
         raise InputError(
             f"{which}{gone['train']} of {len(ids['train'])} training rows and "
             f"{gone['validation']} of {len(ids['validation'])} validation rows of the stored split "
-            "are gone: a source, its cap or a setting of the data has changed since; bring it "
-            "back, or remove the domain and train it again"
+            "are gone: a source, its cap or a setting of the data has changed since; give the rows "
+            "as they were, or train it again on these: "
+            f"`mlxstacks stacks retrain STORE {name or 'DOMAIN'} --data ...`"
         )
     train, validation = ([by_id[row_id] for row_id in ids[part]] for part in PARTS)
     return train, validation

@@ -10,6 +10,7 @@ import json
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from mlxstacks.errors import InputError
@@ -21,6 +22,8 @@ ROLES = {
     "human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant",
     "bot": "assistant", "chatgpt": "assistant",
 }  # fmt: skip
+# What another role may be a typing error of; what is like none is the chat template's to judge.
+_KNOWN = (*ROLES, "system", "developer", "user", "assistant", "tool", "function")
 
 
 def as_messages(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -70,21 +73,25 @@ def conversation(record: Mapping[str, Any], keys: tuple[str, ...] = CONVERSATION
     """Messages, as data sets write them (role or from, content or value, parts), with role and
     content as text.
 
-    Raises: InputError: no list under any of the keys, or a message without role or text.
+    Raises: InputError: no list under any of the keys, or a message without role or text, or with a
+        role that is almost a known one.
     """
     key = next((key for key in keys if record.get(key) is not None), None)
     if key is None:
         raise InputError(f"the row has no {' or '.join(keys)}, but the keys {sorted(record)}")
     turns = record[key]
     renamed = []
-    for turn in turns if isinstance(turns, list) else ():
+    for place, turn in enumerate(turns if isinstance(turns, list) else ()):
         if isinstance(turn, dict):
             # A column of structs arrives with every key; those that are None say nothing.
             values = {key: value for key, value in turn.items() if value is not None}
             role, content = values.pop("from", None), values.pop("value", None)
             role = values.get("role", role)
             if isinstance(role, str):
-                values["role"] = ROLES.get(role.strip().lower(), role.strip().lower())
+                name = role.strip().lower()
+                if name not in _KNOWN and (near := get_close_matches(name, _KNOWN, 1, 0.8)):
+                    raise InputError(f"message {place}: role {role!r}; did you mean {near[0]!r}?")
+                values["role"] = ROLES.get(name, name)
             turn = {"content": content, **values}
         renamed.append(turn)
     return [] if turns == [] else as_messages({"messages": renamed}) or []

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
+_MOST_PROBLEMS = 10
 _OF_THE_PERSONA = ("suite", "persona_data")
 
 
@@ -92,7 +93,7 @@ def resolve(
     A target that nobody names is `mlxstacks-out/` and the recipe's or the command's name. A bare
     run may replace what a bare run wrote, which the mark inside tells.
 
-    Raises: InputError listing every unknown key with the nearest known one, and every bad value.
+    Raises: InputError listing unknown keys with the nearest known ones, and bad values.
     """
     name = ALIASES.get(name, name)
     row = command_named(name)
@@ -180,7 +181,7 @@ def validate(
     places: key -> what a message about it begins with; under "" that of a fault of several keys.
     command: whose settings these are; other tools' names of them are then answered.
 
-    Raises: InputError, one line a problem.
+    Raises: InputError, one line a problem, of many the first.
     """
     from pydantic import BaseModel, ValidationError
 
@@ -205,7 +206,10 @@ def validate(
             location = [part for part in detail["loc"] if not _FORM.fullmatch(str(part))]
             place = places.get(str(location[0]) if location else "", "")
             problems.append(place + _explain(settings_class, dict(detail), location, command))
-        raise InputError("\n".join(dict.fromkeys(problems))) from None
+        lines, more = list(dict.fromkeys(problems)), len({*problems}) - _MOST_PROBLEMS
+        if more > 0:
+            lines[_MOST_PROBLEMS:] = [f"and {more} more"]
+        raise InputError("\n".join(lines)) from None
 
 
 def _unusable(value: Any) -> str | None:
@@ -258,6 +262,9 @@ def _explain(
         got = detail["input"]
         hint = nearest(got, allowed) if isinstance(got, str) else ""
         return f"{key}: got {shown(got)}, allowed: {message}{hint}"
+    about = settings_class.model_fields.get(str(location[0]))
+    if callable(detail["input"]) and about and "FILE.py:FUNCTION" in (about.description or ""):
+        return f"{key}: a function is given as 'FILE.py:FUNCTION'; write it to a file"
     if message.startswith("got "):  # a check of ours, which says itself what came
         return f"{key}: {message}"
     wanted = "must be " if detail["msg"].startswith("Input should be ") else ""
@@ -281,15 +288,15 @@ def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -
     for part in location:
         if isinstance(part, str):
             known = getattr(current, "model_fields", {}).get(part)
-            current = next(_models_in(known.annotation), None) if known else None
+            current = next(models_in(known.annotation), None) if known else None
     return list(getattr(current, "model_fields", ()))
 
 
-def _models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
+def models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
     if hasattr(annotation, "model_fields"):
         yield annotation
     for part in get_args(annotation):
-        yield from _models_in(part)
+        yield from models_in(part)
 
 
 def nested_key(settings_class: "type[BaseModel]", key: str) -> str | None:

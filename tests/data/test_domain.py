@@ -477,7 +477,8 @@ def test_a_stored_split_comes_back(tmp_path: Path) -> None:
     lost = {part: len(gone & set(ids[part])) for part in ids}
     message = (
         rf"domain d: {lost['train']} of {len(ids['train'])} training rows and "
-        rf"{lost['validation']} of {len(ids['validation'])} validation rows .* are gone"
+        rf"{lost['validation']} of {len(ids['validation'])} validation rows .* are gone.*: "
+        "`mlxstacks stacks retrain STORE d --data"
     )
     with pytest.raises(InputError, match=message):
         read_domains(about, tmp_path, stored={"d": ids})

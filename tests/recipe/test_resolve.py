@@ -203,6 +203,12 @@ def test_a_check_of_ours_says_once_what_came() -> None:
     assert str(raised.value).startswith("domains: got ['medical']; each is SUBJECT=DOMAIN")
 
 
+def test_of_many_problems_the_first_are_told() -> None:
+    with pytest.raises(InputError, match=r"\nand 4 more$") as error:
+        validate(EvalSettings, {f"key{number}": 1 for number in range(14)})
+    assert str(error.value).count("\n") == 10
+
+
 def test_a_store_names_its_own_base(tmp_path: Path) -> None:
     """nano is no stand-in for the base of somebody's store; for its own it is."""
     Store.create(tmp_path / "store", "tiny", "c" * 64)
