@@ -452,8 +452,11 @@ def what_is_kept(resolved: Resolved) -> str:
         return ""
     if "resume" not in type(resolved.settings).model_fields:
         return "" if resolved.target.exists() else f"nothing was written to {resolved.target}"
-    work = work_path(resolved.target)
-    if not work.is_dir():
+    # a part of a study has a directory of its own
+    part = getattr(resolved.settings, "max_prompts", None)
+    named = [f"{resolved.target}.limit-{part}", str(resolved.target)]
+    work = next((w for name in named if (w := work_path(Path(name))).is_dir()), None)
+    if work is None:
         return ""
     begun = {IDENTITY, LOG, MARK}  # what is there before the first state
     if {path.name for path in work.iterdir()} <= begun:
