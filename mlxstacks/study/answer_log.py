@@ -134,8 +134,8 @@ class AnswersToItems(Generic[Asked, Parsed]):
         answers = self.log.read(self._parse)
         if len(answers) > len(self.items) or not all(map(self._is_of, answers, self.items)):
             raise InputError(
-                f"{self.path}: answers to other items, as of another limit or sample; give the "
-                "settings of that run to resume it, another save path, or --no-resume to begin again"
+                f"{self.path}: answers to other items, as of another limit or sample; give that "
+                "run's settings to resume it, another save path, or --no-resume to begin again"
             )
         return answers
 
