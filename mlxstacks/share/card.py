@@ -38,9 +38,9 @@ _WHAT = {"adapter": "LoRA adapter", "store": "Store of stacks", "model": "MLX mo
 
 def write_card(
     kind: Kind, source: Path, staged: Path, manifest: Manifest | None, settings: PushSettings
-) -> None:
+) -> bool:
     """Write README.md to `staged`, which holds the thing's files already, from what lies in
-    `source`. manifest: a store's, as it is uploaded.
+    `source`. manifest: a store's, as it is uploaded. Returns whether the base's hub id is on it.
 
     Raises: InputError: a config that cannot be read, a base that is no hub id.
     """
@@ -75,11 +75,13 @@ def write_card(
             update={"settings": measured.settings, "environment": measured.environment}
         )
     text = to_markdown(Result.from_json(without_paths(page.as_json(), within=True)))
-    commands = "\n".join(_commands(kind, staged, manifest, base, settings))
+    on_hub = "/" in base and may_be_hub_id(base)
+    commands = "\n".join(_commands(kind, staged, manifest, base if on_hub else "BASE", settings))
     text += f"\n## How to run it\n\n```bash\n{commands}\n```\n"
     licensed = settings.license or _license([source, *([user_path(recorded)] if recorded else [])])
-    head = _head(kind, base, {*_datasets(data)}, licensed)
+    head = _head(kind, base if on_hub else None, {*_datasets(data)}, licensed)
     (staged / CARD).write_text(f"---\n{head}\n---\n\n{text}", encoding="utf-8")
+    return on_hub
 
 
 def _result_of(source: Path) -> tuple[Result, tuple[str, ...]]:
@@ -149,25 +151,24 @@ def _commands(
     kind: Kind, staged: Path, manifest: Manifest | None, base: str, settings: PushSettings
 ) -> Iterator[str]:
     repo, hello = settings.repo_id or "", {"prompt": "Hello"}
-    name, model = repo.rpartition("/")[2], base or "BASE"
+    name = repo.rpartition("/")[2]
     yield command_line("mlxstacks pull", repo, save_path=name, revision=settings.revision)
     if manifest is not None:
         how = {"routed": True} if manifest.router else {"ungated": True}
-        yield command_line("mlxstacks chat", model=model, store_path=name, **how)
+        yield command_line("mlxstacks chat", model=base, store_path=name, **how)
     elif kind == "model":
         yield command_line("mlxstacks chat", model=name)
         yield command_line("mlx_lm.generate", model=name, **hello)
     else:
-        yield command_line("mlxstacks chat", model=model, adapter_path=name)
+        yield command_line("mlxstacks chat", model=base, adapter_path=name)
         if (staged / WEIGHTS).exists():
-            yield command_line("mlx_lm.generate", model=model, adapter_path=name, **hello)
+            yield command_line("mlx_lm.generate", model=base, adapter_path=name, **hello)
 
 
-def _head(kind: Kind, base: str, datasets: set[str], license: str | None) -> str:
+def _head(kind: Kind, base: str | None, datasets: set[str], license: str | None) -> str:
     tags = {"adapter": ["lora"], "store": ["lora", "moe-lora"], "model": []}[kind]
-    on_hub = "/" in base and may_be_hub_id(base)
     head = ModelCardData(
-        base_model=base if on_hub else None, datasets=sorted(datasets) or None,
+        base_model=base, datasets=sorted(datasets) or None,
         library_name="mlx", pipeline_tag="text-generation", tags=["mlx", "mlxstacks", *tags],
         license=license,
     )  # fmt: skip

@@ -61,10 +61,10 @@ def push(
     with staged_directory(
         target, force=settings.force, inputs=[source], needed_bytes=needed
     ) as staged:
-        changed = _copy(kind, source, staged, files, manifest)
+        changed, knows_base = _copy(kind, source, staged, files, manifest), True
         if settings.card:
             files.append(CARD)
-            write_card(kind, source, staged, manifest, settings)
+            knows_base = write_card(kind, source, staged, manifest, settings)
         check_thing(kind, staged, files)
         refuse_places(staged, files, source)
         sizes = {name: (staged / name).stat().st_size for name in sorted(files)}
@@ -75,6 +75,8 @@ def push(
         "paths_to_names": changed, "commit": None,
     }  # fmt: skip
     notes = [f"Absolute paths became names in {', '.join(changed)}."] if changed else []
+    if not knows_base:
+        notes.append("The hub id of the base is not known: --base-model puts it on the card.")
     verdict = f"Nothing was uploaded. The {kind} for {repo_id} is in {target}: {words}."
     if not dry_run:
         if progress is not None:

@@ -267,6 +267,7 @@ def test_the_card_says_what_was_measured_while_it_is_of_these_files(
     assert "base_model" not in head_of(tmp_path)
     card = (tmp_path / "sent" / "README.md").read_text()
     assert "| base | not named |" in card
+    assert "mlxstacks chat --model BASE --adapter-path thing" in card
     assert "Not measured: no result lies next to its files." in card
     sent(where, force=True, base_model="owner/other", card=False)
     assert not (tmp_path / "sent" / "README.md").exists()
