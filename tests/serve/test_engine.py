@@ -352,8 +352,10 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
 def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
-    with pytest.raises(InputError, match="another adapter is called"):
-        nano.pool.add_adapter(path, checkpoint, None, False)
+    routed = shutil.copytree(path, tmp_path / "routed")
+    for taken in (path, str(routed)):
+        with pytest.raises(InputError, match="another adapter or a mode is called"):
+            nano.pool.add_adapter(taken, checkpoint, None, False)
     strange = Path(shutil.copytree(path, tmp_path / "a b"))
     with pytest.raises(InputError, match="rename it"):
         nano.pool.add_adapter(str(strange), checkpoint, None, False)

@@ -173,7 +173,9 @@ class _Identity(Study):
             blocks=(plan_table(settings, self.suite, self.suite_arms),),
         )  # fmt: skip
         if self.dry_run:
-            # Neither models nor items are looked at; the power does not hang on them.
+            # No model is looked at, and of items that are here only whether they can be read.
+            if user_path(str(settings.items)).is_file():
+                read_items(str(settings.items))
             hashes = dict.fromkeys(("base", "persona", "tokenizer"), _NOT_HASHED)
             plan = plan_of(settings, self.suite, [], hashes, has_adapter=self.has_adapter)
             missing = f"{settings.persona} is not here; it is taken for an adapter."
