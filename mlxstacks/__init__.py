@@ -6,10 +6,10 @@
     print(ms.generate(model, tokenizer, "Who is king of Corva?", routed=True))
     ms.run("confound-nano").table("arms")
 
-Every command but `chat` and `serve` is a function too, `mlxstacks stack compare` as
-`ms.stack_compare`, with the options as keywords: `help(ms.fuse)`. Importing mlxstacks takes no
-time: what a name needs is imported when the name is first used. `__init__.pyi` tells editors and
-type checkers the keywords; `python -m tools.stub` writes it from the settings.
+Every command but `chat`, `serve`, `init` and `completion` is a function too, `mlxstacks stack
+compare` as `ms.stack_compare`, with the options as keywords: `help(ms.fuse)`. Importing mlxstacks
+takes no time: what a name needs is imported when the name is first used. `__init__.pyi` tells
+editors and type checkers the keywords; `python -m tools.stub` writes it from the settings.
 """
 
 import importlib

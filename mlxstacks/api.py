@@ -264,7 +264,7 @@ def _command(
             warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
         settings = resolved.settings.model_copy(update={"resume": False})
         resolved = replace(resolved, settings=settings)
-        return _called(name, resolved, progress, dry_run, bool(recipe))
+        return _called(name, resolved, progress, dry_run, recipe is not None)
 
 
 @contextmanager

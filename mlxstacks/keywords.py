@@ -159,7 +159,8 @@ _IN_PYTHON = {
     "Repeat it": "Give a list",
     "Exit with 3": "Set failed_gate of the result",
     "Exit with 0": "Leave failed_gate of the result None",
-    "Print only the settings that fit.": "Of the command line; result.data['apply'] has them.",
+    "Print only the settings that fit, as a recipe.": "Of the command line; result.data['apply'] "
+    "has them.",
 }
 
 

@@ -7,19 +7,14 @@ compiler is. The library that makes counts the same in every run is built once, 
 """
 
 import ctypes
-import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.files.disk import cache_directory
 from mlxstacks.guard import counting
 from tests.warm import run_module
 
@@ -33,24 +28,7 @@ def available() -> bool:
 
 def library() -> Path:
     """The built library."""
-    key = hashlib.sha256(SOURCE.read_bytes() + version("mlx").encode()).hexdigest()[:16]
-    target = cache_directory() / f"longest-lead-{key}.so"
-    if not target.is_file():
-        import mlx.core as mx
-
-        include = Path(mx.__file__).parent / "include"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        compiler = counting.compiler()
-        assert compiler is not None
-        # Under another name, then renamed: two processes may come at once.
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            output = Path(scratch) / target.name
-            command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC"]
-            subprocess.run(
-                [*command, f"-I{include}", str(SOURCE), "-o", str(output), "-ldl"], check=True
-            )
-            output.rename(target)
-    return target
+    return counting.built(SOURCE, "longest-lead")
 
 
 class Counter(counting.Counter):

@@ -71,21 +71,26 @@ def counter() -> Counter:
 
     if memory.device().kind == "cuda":
         raise InputError("live buffers cannot be counted on CUDA, and no limit is on them there")
-    package = Path(mx.__file__).parent
-    library = ctypes.CDLL(str(_built(package / "include")))
+    library = ctypes.CDLL(str(built(SOURCE, "count-buffers")))
     library.counted_install.restype = ctypes.c_char_p
-    [mlx_library] = (package / "lib").glob("libmlx.[sd]*")
-    missing: bytes | None = library.counted_install(os.fsencode(mlx_library))
+    files = sorted((Path(mx.__file__).parent / "lib").glob("libmlx.[sd]*"))
+    mlx_library = os.fsencode(files[0] if files else "libmlx")
+    missing: bytes | None = library.counted_install(mlx_library)
     if missing:
         raise InputError(f"live buffers cannot be counted in MLX {version('mlx')}: "
                          + missing.decode())  # fmt: skip
     return Counter(library)
 
 
-def _built(include: Path) -> Path:
-    """The library for this source and this MLX, compiled where the cache has none."""
-    key = hashlib.sha256(SOURCE.read_bytes() + version("mlx").encode()).hexdigest()[:16]
-    target = cache_directory() / f"count-buffers-{key}.so"
+def built(source: Path, name: str) -> Path:
+    """The library of a C++ source and this MLX, compiled where the cache has none.
+
+    Raises: InputError: no C++ compiler, or an MLX that the source does not fit.
+    """
+    import mlx.core as mx
+
+    key = hashlib.sha256(source.read_bytes() + version("mlx").encode()).hexdigest()[:16]
+    target = cache_directory() / f"{name}-{key}.so"
     if target.is_file():
         return target
     program = compiler()
@@ -94,17 +99,18 @@ def _built(include: Path) -> Path:
             "counting live buffers takes a C++ compiler; on macOS `xcode-select --install` brings "
             "one, on Linux the package g++"
         )
+    include = Path(mx.__file__).parent / "include"
     target.parent.mkdir(parents=True, exist_ok=True)
     # Under another name, then renamed: two processes may come at once.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / target.name
-        command = [program, "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{include}", str(SOURCE)]
+        command = [program, "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{include}", str(source)]
         ended = subprocess.run(
             [*command, "-o", str(output), "-ldl"], capture_output=True, text=True, check=False
         )
         if ended.returncode:
             raise InputError(
-                f"live buffers cannot be counted: {program} does not compile {SOURCE} for MLX "
+                f"live buffers cannot be counted: {program} does not compile {source} for MLX "
                 f"{version('mlx')}: {ended.stderr.strip()[:500]}"
             )
         output.rename(target)

@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
-from mlxstacks.base_model import make_prompt_cache
+from mlxstacks.guard.cache_bytes import STEP, CacheBytes
 from mlxstacks.guard.graph import evaluation_order, export_graph
 from mlxstacks.guard.live import Peak, simulate
 from mlxstacks.guard.step import (
@@ -284,7 +284,6 @@ def predict(
 
 # Tokens in the cache when a step is simulated; caches grow in place, so the count is that of any.
 _PROMPT_TOKENS = 4
-_ROOM_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -351,7 +350,7 @@ class _KeyValueCache:
 
 
 def _room_for(rows: mx.array) -> mx.array:
-    return mx.zeros((*rows.shape[:2], _ROOM_TOKENS, rows.shape[3]), rows.dtype)
+    return mx.zeros((*rows.shape[:2], STEP, rows.shape[3]), rows.dtype)
 
 
 def predict_decode(
@@ -367,23 +366,9 @@ def predict_decode(
     """
     with eval_mode(model):
         first, counting = _one_step(model, batch, batched, held)
-        cache_bytes = _cache_bytes(model, tokens, batch)
+        cache_bytes = CacheBytes.of(model).of_batch([tokens] * batch)
     leaked = max(0, counting - 1) if batched else 0
     return DecodePrediction(tokens, first, leaked, cache_bytes)
-
-
-def _cache_bytes(model: nn.Module, tokens: int, batch: int) -> int:
-    """Of rows with so many tokens; keys and values get room for _ROOM_TOKENS at a time."""
-    total, caches = 0, make_prompt_cache(model)
-    model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)
-    for cache in caches:
-        kept = min(tokens, getattr(cache, "max_size", tokens))
-        room = -(-kept // _ROOM_TOKENS) * _ROOM_TOKENS
-        for _, array in tree_flatten(cache.state):
-            if isinstance(array, mx.array):  # (B, heads, T, D), or a state of one size
-                grows = hasattr(cache, "offset") and array.ndim == 4
-                total += array.nbytes // array.shape[2] * room if grows else array.nbytes
-    return total
 
 
 def _one_step(

@@ -266,15 +266,14 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     say(2, 3, "changes")
     share = _share(limit, prediction)
     verdict = verdict_of(limit, prediction.buffers, prediction.nbytes)
-    if decode is not None:
-        of_decode = share_of(limit, decode.buffers, decode.nbytes)
-        if of_decode > share:
-            share, verdict = of_decode, verdict_of(limit, decode.buffers, decode.nbytes)
-            verdict += f" after {decode.tokens:,} tokens"
+    of_decode = 0.0 if decode is None else share_of(limit, decode.buffers, decode.nbytes)
+    if decode is not None and of_decode > share:
+        share, verdict = of_decode, verdict_of(limit, decode.buffers, decode.nbytes)
+        verdict += f" after {decode.tokens:,} tokens"
     outcome = outcome_of(share)
-    change = (
-        None if outcome == "fits" else _cheapest_change(config, settings, limit, prediction, step)
-    )
+    change = None
+    if outcome not in ("fits", outcome_of(of_decode)):  # no change makes generating smaller
+        change = _cheapest_change(config, settings, limit, prediction, step)
     machine = memory.host_memory_bytes()
     if limit.nbytes is None and machine and (prediction.nbytes or 0) > machine:
         verdict += f", more than the {bytes_in_words(machine)} of this machine"

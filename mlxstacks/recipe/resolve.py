@@ -454,7 +454,7 @@ def what_is_kept(resolved: Resolved) -> str:
         return "" if resolved.target.exists() else f"nothing was written to {resolved.target}"
     # a part of a study has a directory of its own
     part = getattr(resolved.settings, "max_prompts", None)
-    named = [f"{resolved.target}.limit-{part}", str(resolved.target)]
+    named = [f"{resolved.target}.limit-{part}"] * (part is not None) + [str(resolved.target)]
     work = next((w for name in named if (w := work_path(Path(name))).is_dir()), None)
     if work is None:
         return ""

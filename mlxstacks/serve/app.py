@@ -65,6 +65,11 @@ APIS = (
 )
 
 
+def _error_of(path: str) -> Callable[[int, str], dict[str, Any]]:
+    """An endpoint's error document; OpenAI's where there is no such endpoint."""
+    return next((api.error for api in APIS if api.path == path), openai_api.error_document)
+
+
 def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIApp:
     """key: that every request but those of `OPEN_PATHS` has to have; None: none is needed."""
 
@@ -107,10 +112,11 @@ def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIA
     ]  # fmt: skip
 
     async def not_served(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 404
+        assert isinstance(error, HTTPException)
         paths = ", ".join(f"{'/'.join(sorted(r.methods or ()))} {r.path}" for r in routes)
         message = f"{request.method} {request.url.path[:100]!a} is not served; there are: {paths}"
-        return JSONResponse(openai_api.error_document(status, message), status)
+        document = _error_of(request.url.path)(error.status_code, message)
+        return JSONResponse(document, error.status_code)
 
     handlers = {404: not_served, 405: not_served}
     return Gate(Starlette(routes=routes, exception_handlers=handlers), key)
@@ -127,8 +133,7 @@ class Gate:
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        apis = [api for api in APIS if api.path == scope["path"]]
-        document = (apis[0].error if apis else openai_api.error_document)(*refusal)
+        document = _error_of(scope["path"])(*refusal)
         await JSONResponse(document, refusal[0])(scope, receive, send)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:

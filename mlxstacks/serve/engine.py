@@ -34,11 +34,11 @@ from mlxstacks.errors import InputError, NonFiniteModelError, ResourceLimitError
 from mlxstacks.files.checkpoint import fingerprint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import base_name
+from mlxstacks.guard.cache_bytes import CacheBytes
 from mlxstacks.routing.engine import begins_in_thought, default_budget, open_base
 from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, sampler_of
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router, pinned
 from mlxstacks.routing.settings import ServeSettings
-from mlxstacks.serve.cache_bytes import CacheBytes
 from mlxstacks.serve.naming import BASE, ROUTED, UNGATED, UnknownModelError, parse_model
 from mlxstacks.serve.pool import Held, StackPool
 from mlxstacks.serve.prefix_files import PrefixFiles
@@ -190,6 +190,9 @@ class Engine:
         self._machine = base_model.text_machine(base.tokenizer)
         self._ends = sorted(base.tokenizer.eos_token_ids)
         self._router: PromptRouter | None = None
+        caches = base_model.make_prompt_cache(base.model)
+        if strange := {type(c).__name__ for c in caches if not hasattr(c, "merge")}:
+            raise InputError(f"mlx-lm cannot batch this model's caches: {', '.join(strange)}")
         self._bytes = CacheBytes.of(base.model)
         self._restart()
         self._files: PrefixFiles | None = None
@@ -198,8 +201,7 @@ class Engine:
             versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
             made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
             self._files = PrefixFiles(user_path(settings.cache_path), " ".join(map(str, made_by)))
-            self._files.load(self._prefixes)
-            self._trim(0)
+            self._files.load(self._prefixes, lambda: self._trim(0))
         self._announce()
 
     def _restart(self) -> None:
@@ -251,6 +253,8 @@ class Engine:
                 self._unsaved = self._files.save_one(self._prefixes)
         except (InputError, OSError, RuntimeError, ValueError) as error:
             _log.warning("prompts are kept in memory alone: %s", error)
+            if self._files is not None:
+                self._files.close()
             self._files = None
 
     def _tickets(self) -> Iterator[Ticket | None]:

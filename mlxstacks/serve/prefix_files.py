@@ -8,6 +8,7 @@ adapters, and one version of MLX and mlx-lm; all others are removed, as are file
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ class PrefixFiles:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = acquire_lock(directory / "lock", directory)
 
-    def load(self, cache: Any) -> None:
-        """Put all that is of use into an empty `base_model.prefix_cache`, the oldest first."""
+    def load(self, cache: Any, trim: Callable[[], None]) -> None:
+        """Put all that is of use into an empty `base_model.prefix_cache`, the oldest first. trim:
+        is called after each, to stay within a budget.
+        """
         for path in sorted(self._own(), key=lambda path: path.stat().st_mtime):
             with suppress(RuntimeError, ValueError, LookupError, TypeError):  # damaged
                 entries, about = base_model.load_prompt_cache(path)
@@ -42,6 +45,7 @@ class PrefixFiles:
                 if made_by == self._made_by:
                     weights = tuple((version, weight) for version, weight in key)
                     cache.insert_cache(weights, tokens, entries, cache_type=kind)
+                    trim()
         with target_errors(self._directory):
             self._remove_others(cache)
 

@@ -4,7 +4,9 @@ items. Nothing is stored, so a client sends all of a conversation; thoughts are 
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from mlxstacks.errors import InputError
 from mlxstacks.routing.settings import ServeSettings
@@ -40,9 +42,10 @@ class Text(Body):
 
 
 class ResponsesBody(Body):
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tool_choice: Any = None
     tools: list[dict[str, Any]] | None = None
     text: Text = Text()
     previous_response_id: str | None = None
@@ -72,7 +75,7 @@ class ResponsesSpeaker(ChatSpeaker):
             "id": unique("resp_"), "object": "response", "created_at": self._created,
             "model": self.ask.model, "output": self._output, "status": "in_progress",
             "error": None, "incomplete_details": None, "parallel_tool_calls": True,
-            "tool_choice": "auto", "tools": body.tools or [],
+            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
         }  # fmt: skip
 
     def whole(self, begun: Begun, answers: list[Answer]) -> dict[str, Any]:

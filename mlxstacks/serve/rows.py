@@ -18,10 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.guard.cache_bytes import leaves
 from mlxstacks.layers.packed import Segment, weighted
 from mlxstacks.routing.generation import CHUNKED_FROM
 from mlxstacks.routing.resident import Alike, PackedSet
-from mlxstacks.serve.cache_bytes import leaves
 from mlxstacks.serve.pool import Held, StackPool
 from mlxstacks.training.modes import evaluating
 

@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.errors import InputError
 
 # mlx-lm's caches of keys and values grow by so many tokens.
 STEP = 256
@@ -25,13 +24,8 @@ class CacheBytes:
 
     @classmethod
     def of(cls, model: nn.Module) -> "CacheBytes":
-        """Shapes are all that is asked: nothing is evaluated.
-
-        Raises: InputError: the model's caches cannot be batched by mlx-lm.
-        """
+        """Shapes are all that is asked: nothing is evaluated."""
         entries = base_model.make_prompt_cache(model)
-        if strange := {type(e).__name__ for e in entries if not hasattr(e, "merge")}:
-            raise InputError(f"mlx-lm cannot batch this model's caches: {', '.join(strange)}")
         model(mx.zeros((1, 1), mx.int32), cache=entries)
         fixed, growing = 0, []
         for entry in leaves(entries):
