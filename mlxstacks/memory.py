@@ -94,28 +94,18 @@ def peak_resident_bytes() -> int:
 
 
 def resource_report() -> dict[str, Any]:
-    """Limits and counters of this process, now, as JSON values.
-
-    counted_buffers: that MLX says it holds; None while it has no such counter. how_to_count: what
-    shows the count from outside.
+    """Limits and counters of this process, now, as JSON values. how_to_count: what shows how many
+    buffers MLX holds, which it keeps to itself (0.32.4).
     """
-    import mlx.core as mx
-
     default = device()
-    # MLX 0.32.4 keeps the count to itself; later versions may tell it under this name.
-    count = getattr(mx.metal, "get_num_resources", None) if default.kind == "metal" else None
-    outside = "nothing here counts buffers; guard predicts them"
-    if default.kind == "metal" and count is None:
-        outside = "ioclasscount | grep AGXResource (all processes; watch it grow)"
     return {
         "device": default.kind,
         "resource_limit": default.resource_limit,
         "resource_limit_known": default.resource_limit_known,
-        "counted_buffers": None if count is None else int(count()),
         **asdict(counters()),
         "resident_bytes": peak_resident_bytes(),
         "working_set_bytes": default.working_set_bytes,
-        "how_to_count": outside,
+        "how_to_count": "train --count-buffers counts them; guard predicts them",
     }
 
 
