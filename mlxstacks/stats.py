@@ -48,7 +48,7 @@ def share(count: int, n: int) -> tuple[float, float, float]:
     return count / n, interval.low, interval.high
 
 
-def share_note(n: int, what: str = "items") -> str:
+def share_note(n: int) -> str:
     """What stands below a table whose shares have no interval of their own.
 
     The rule of all tables, pages and verdicts: a share that estimates something (of prompts, items,
@@ -59,7 +59,7 @@ def share_note(n: int, what: str = "items") -> str:
     """
     widest = wilson_interval(n // 2, n)
     width = 100 * (widest.high - widest.low)
-    return f"shares are of n = {n:,} {what}; 95% intervals are at most {width:.1f} points wide"
+    return f"shares are of n = {n:,} items; 95% intervals are at most {width:.1f} points wide"
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,10 +75,10 @@ def ungated() -> Selection:
     return Selection()
 
 
-def subset(names: Iterable[str], active: bool = False) -> Selection:
+def subset(names: Iterable[str]) -> Selection:
     """These stacks or domains at weight 1, the others not at all."""
     listed = tuple(names)
-    return Selection("subset", active, listed, np.ones(len(listed), dtype=np.float32))
+    return Selection("subset", False, listed, np.ones(len(listed), dtype=np.float32))
 
 
 def routed(

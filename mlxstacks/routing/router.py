@@ -269,9 +269,9 @@ class PromptRouter:
         """See `router_digest`."""
         return router_digest(self.header, self.network)
 
-    def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
+    def scores(self, texts: Sequence[str]) -> list[dict[str, float]]:
         """Scores of each text by domain. Raises: InputError for an empty text."""
-        return [reading.scores for reading in self.read(texts, batch_size)]
+        return [reading.scores for reading in self.read(texts)]
 
     def score(self, text: str) -> dict[str, float]:
         """Domain -> score of one text. Raises: InputError for an empty text."""

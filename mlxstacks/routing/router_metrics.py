@@ -75,22 +75,22 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return np.asarray(np.exp(-np.logaddexp(0.0, -logits.astype(np.float64))))
 
 
-def calibration(scores: np.ndarray, targets: np.ndarray, bins: int = _BINS) -> dict[str, Any]:
+def calibration(scores: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
     """Reliability table of equal bins, and the expected calibration error: the mean distance of
     score and target between bins, weighted by what falls into them. Soft targets count as they are.
     """
     flat, wanted = scores.reshape(-1), targets.reshape(-1)
-    places = np.minimum((flat * bins).astype(int), bins - 1)
+    places = np.minimum((flat * _BINS).astype(int), _BINS - 1)
     table: list[dict[str, float | int | None]] = []
     error = 0.0
-    for place in range(bins):
+    for place in range(_BINS):
         inside = places == place
         count = int(inside.sum())
         score, target = _mean(flat[inside]), _mean(wanted[inside])
         if score is not None and target is not None:
             error += count / len(flat) * abs(score - target)
         table.append({
-            "low": place / bins, "high": (place + 1) / bins, "count": count,
+            "low": place / _BINS, "high": (place + 1) / _BINS, "count": count,
             "mean_score": score, "mean_target": target,
         })  # fmt: skip
     return {"bins": table, "expected_calibration_error": error, "count": len(flat)}
