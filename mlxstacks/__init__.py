@@ -17,20 +17,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from mlxstacks.recipe.table import COMMANDS, nearest
+from mlxstacks.recipe.table import COMMANDS, TERMINAL_ONLY, nearest
 
 __version__ = "0.2.0"
 # Name of the function -> command. `ms.generate` answers with a model that is loaded.
 _FUNCTIONS = {
     command.replace(" ", "_"): command
     for command in COMMANDS
-    if command not in ("chat", "generate", "serve")
-}
-_ON_THE_COMMAND_LINE = {
-    "chat": "; `mlxstacks chat` is for a terminal, here ms.generate answers",
-    "serve": "; `mlxstacks serve` is a process of its own",
-    "init": "; `mlxstacks init` writes a recipe, which ms.run runs",
-    "completion": "; `mlxstacks completion` is for a shell",
+    if command not in ("generate", *TERMINAL_ONLY)
 }
 _ERRORS = ("InputError", "Interrupted", "StoreError")
 __all__ = ["Result", "generate", "load", "recipes", "run", *_ERRORS, *_FUNCTIONS]
@@ -43,7 +37,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("mlxstacks.errors"), name)
     if name in __all__:
         return importlib.import_module("mlxstacks.api").function_named(name)
-    hint = _ON_THE_COMMAND_LINE.get(name) or nearest(name, __all__)
+    elsewhere = TERMINAL_ONLY.get(name)
+    hint = f"; {elsewhere}" if elsewhere else nearest(name, __all__)
     raise AttributeError(f"module 'mlxstacks' has no attribute {name!r}{hint}")
 
 

@@ -46,7 +46,7 @@ from mlxstacks.recipe.resolve import (
     what_is_kept,
 )
 from mlxstacks.recipe.spellings import key_elsewhere
-from mlxstacks.recipe.table import ALIASES, command_named, nearest
+from mlxstacks.recipe.table import ALIASES, TERMINAL_ONLY, command_named, nearest
 from mlxstacks.study.run_directory import work_path
 
 if TYPE_CHECKING:
@@ -215,10 +215,8 @@ def _command(
             f"progress: got {progress!r}; give None, True, False or a function that gets "
             "(done, total, what)"
         )
-    if name == "serve":
-        raise InputError("`mlxstacks serve` runs until it is ended; start it in a terminal")
-    if name == "chat":
-        raise InputError("`mlxstacks chat` is for a terminal; here ms.load and ms.generate answer")
+    if name in TERMINAL_ONLY:
+        raise InputError(TERMINAL_ONLY[name])
     if not isinstance(dry_run, bool):
         raise InputError(f"dry_run: got {dry_run!r}; give True or False")
     command_named(name)

@@ -70,6 +70,7 @@ def decide(
     estimate_all: estimate what was chosen even where the choice needed no estimate (a dry run).
     """
     estimates = estimate_all or settings.requant in ("auto", "promote")
+    # where nothing is estimated, one run of rows gives the shapes
     sample = _Sample(module, None if estimates else 1)
     choice = Choice({})
     for stage in sorted(module.stages):

@@ -94,9 +94,15 @@ int64_t counted_live() {
   return sizes.size();
 }
 
-int64_t counted_peak() { return peak; }
+int64_t counted_peak() {
+  std::lock_guard<std::mutex> guard(lock);
+  return peak;
+}
 
-int64_t counted_peak_bytes() { return peak_bytes; }
+int64_t counted_peak_bytes() {
+  std::lock_guard<std::mutex> guard(lock);
+  return peak_bytes;
+}
 
 void counted_reset() {
   std::lock_guard<std::mutex> guard(lock);

@@ -13,6 +13,13 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 
+# Commands that are no functions of the package, and what is there instead.
+TERMINAL_ONLY = {
+    "chat": "`mlxstacks chat` is for a terminal; here ms.load and ms.generate answer",
+    "serve": "`mlxstacks serve` runs until it is ended; start it in a terminal",
+    "init": "`mlxstacks init` writes a recipe, which ms.run runs",
+    "completion": "`mlxstacks completion` is for a shell",
+}
 DRY_RUN = "Show what would be done; touch nothing."
 
 

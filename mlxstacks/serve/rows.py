@@ -152,7 +152,8 @@ def batch_segments(routes: Sequence[Held]) -> dict[str, tuple[Segment, ...]]:
                 chosen = own, *packed.alike.pairs[path]
             for part in parts:
                 if len(values) == 1:
-                    weighed = weighted(part, dict.fromkeys((s.name for s in part.ids), *values))
+                    (weight,) = values
+                    weighed = weighted(part, {stack.name: weight for stack in part.ids})
                 else:
                     all_of_them = mx.broadcast_to(weights, (len(column), len(part.ids)))
                     weighed = replace(part, weights=all_of_them, factor=1.0, column=None)
