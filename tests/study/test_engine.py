@@ -37,6 +37,9 @@ class Quick(coin.CoinStudy):  # type: ignore[name-defined]
 
     plot_formats = ()
 
+    def plan(self) -> dict[str, object]:
+        return {**super().plan(), "read back as a list": ("a", "b")}
+
 
 def study(place: Path, **settings: Any) -> Any:
     return Quick(coin.CoinSettings(save_path=str(place / "coin"), **settings))
