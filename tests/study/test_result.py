@@ -22,7 +22,9 @@ from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import (
     RESULT,
+    Cell,
     Column,
+    Columns,
     Environment,
     Kind,
     Plot,
@@ -270,8 +272,8 @@ def test_columns_of_numbers_are_numbers_whatever_the_page_says(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pandas")
-    columns = {"arm": "text", "right": "text", "correlation": "number"}
-    rows = [("a", "5 of 8", 0.5), ("b", "1 of 1,020", "not fused")]
+    columns: Columns = {"arm": "text", "right": "text", "correlation": "number"}
+    rows: list[tuple[Cell, ...]] = [("a", "5 of 8", 0.5), ("b", "1 of 1,020", "not fused")]
     table = Table.of("arms", "Arms", columns, rows)
     frame = Result.open(run).model_copy(update={"blocks": (table,)}).table("arms")
     assert (frame["right"].tolist(), frame["right_of"].tolist()) == ([5, 1], [8, 1020])
