@@ -99,6 +99,9 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         "Checkpointed layers train to the same bytes.": (
             "studies/train/test_run.py::test_checkpointed_layers_train_to_the_same_bytes",
         ),
+        "Processes that share whole batches train to the bytes of one process.": (
+            "training/test_group.py::test_whole_batches_give_the_bytes_of_one_process",
+        ),
         "A run that does not fit is refused before anything is written.": (
             "studies/train/test_guard.py::test_a_run_that_does_not_fit_is_refused_before_anything_is_written",
         ),
