@@ -11,12 +11,12 @@ from typing import TypeVar
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, PeerLostError
 
 Value = TypeVar("Value")
 # What tells a process of a group of its peers, by the backends of MLX.
 _OF_A_GROUP = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "OMPI_", "PMIX_")
-_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+_DEALING: ContextVar[mx.distributed.Group | None] = ContextVar("dealing", default=None)
 
 
 def current_group() -> mx.distributed.Group | None:
@@ -25,7 +25,7 @@ def current_group() -> mx.distributed.Group | None:
     Raises: InputError when a list of hosts is given but they cannot be joined: each would
         otherwise work alone.
     """
-    if _ALONE.get():
+    if _DEALING.get() is not None:
         return None
     hosts = os.environ.get("MLX_HOSTFILE")
     try:
@@ -45,13 +45,20 @@ def current_group() -> mx.distributed.Group | None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Inside there is no group: what is called works as in a process of its own."""
-    token = _ALONE.set(True)
+def dealing_over(group: mx.distributed.Group | None) -> Iterator[None]:
+    """Inside, what can be dealt out goes to the processes of `group`, by `dealing`; all else works
+    as in a process of its own.
+    """
+    token = _DEALING.set(group)
     try:
         yield
     finally:
-        _ALONE.reset(token)
+        _DEALING.reset(token)
+
+
+def dealing() -> mx.distributed.Group | None:
+    """The processes that share out the work here; None for a process of its own."""
+    return _DEALING.get()
 
 
 def environment_alone() -> dict[str, str]:
@@ -65,24 +72,39 @@ def size_and_rank(group: mx.distributed.Group | None) -> tuple[int, int]:
 
 def wait_for_all(group: mx.distributed.Group | None) -> None:
     """Return once every process of the group has come here."""
-    if group is not None:
-        mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
+    gathered(None, group)
 
 
 def gathered(value: Value, group: mx.distributed.Group | None) -> list[Value]:
-    """The JSON values of all processes, by rank, exactly."""
+    """The JSON values of all processes, by rank, exactly. Raises: PeerLostError."""
     if group is None:
         return [value]
     message = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = mx.distributed.all_gather(mx.array([message.size]), group=group).tolist()
-    padded = np.zeros((1, max(lengths)), np.uint8)
-    padded[0, : message.size] = message
-    rows = np.array(mx.distributed.all_gather(mx.array(padded), group=group))
+    with _peers():
+        lengths = mx.distributed.all_gather(mx.array([message.size]), group=group).tolist()
+        padded = np.zeros((1, max(lengths)), np.uint8)
+        padded[0, : message.size] = message
+        rows = np.array(mx.distributed.all_gather(mx.array(padded), group=group))
     return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
 
 def sent_from(owner: int, data: bytes, size: int, group: mx.distributed.Group) -> bytes:
-    """The `size` bytes that process `owner` gives, for all; of the others `data` is not read."""
+    """The `size` bytes that process `owner` gives, for all; of the others `data` is not read.
+
+    Raises: PeerLostError.
+    """
     mine = group.rank() == owner
     array = mx.array(np.frombuffer(data, np.uint8)) if mine else mx.zeros(size, mx.uint8)
-    return np.array(mx.distributed.all_sum(array, group=group)).tobytes()
+    with _peers():
+        return np.array(mx.distributed.all_sum(array, group=group)).tobytes()
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"another process of the group has ended ({error}). What was done is kept: the same "
+            "command, on all hosts again, goes on from there"
+        ) from None

@@ -10,6 +10,7 @@ import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ needs_group = pytest.mark.skipif(
 
 
 def start_group(
-    directory: Path, *arguments: str, module: str = "mlxstacks", count: int = 2
+    directory: Path, *arguments: str, module: str = "mlxstacks.cli", count: int = 2
 ) -> list[Child]:
     """`python -m module arguments` in so many processes; what they print is in `directory`/RANK."""
     hosts = directory / "hosts.json"
@@ -55,6 +56,6 @@ def start_group(
     return children
 
 
-def in_group(directory: Path, *arguments: str, **more: str) -> list[int]:
+def in_group(directory: Path, *arguments: str, **more: Any) -> list[int]:
     """The exit codes of such processes."""
     return [child.wait(120) for child in start_group(directory, *arguments, **more)]

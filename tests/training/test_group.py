@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.errors import InputError
-from mlxstacks.processes import alone, current_group, gathered, sent_from, size_and_rank
+from mlxstacks.processes import (
+    current_group,
+    dealing,
+    dealing_over,
+    gathered,
+    sent_from,
+    size_and_rank,
+)
 from mlxstacks.studies.train import align
 from mlxstacks.studies.train.run import run
 from mlxstacks.training.settings import AlignSettings, TrainSettings
@@ -29,8 +36,8 @@ def main() -> None:
     size, rank = size_and_rank(group)
     assert gathered(VALUES[rank], group) == VALUES[:size]
     assert sent_from(1, b"tolu" if rank else b"", 4, group) == b"tolu"
-    with alone():
-        assert current_group() is None
+    with dealing_over(group):
+        assert (current_group(), dealing()) == (None, group)
     if len(sys.argv) > 1:
         settings = json.loads(sys.argv[1])
         if "method" in settings:
