@@ -15,7 +15,7 @@ from mlxstacks.errors import InputError, PeerLostError
 
 Value = TypeVar("Value")
 # What tells a process of a group of its peers, by the backends of MLX.
-_OF_A_GROUP = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "OMPI_", "PMIX_")
+_OF_A_GROUP = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "OMPI_", "PMI")
 _DEALING: ContextVar[mx.distributed.Group | None] = ContextVar("dealing", default=None)
 
 
@@ -25,7 +25,7 @@ def current_group() -> mx.distributed.Group | None:
     Raises: InputError when a list of hosts is given but they cannot be joined: each would
         otherwise work alone.
     """
-    if _DEALING.get() is not None:
+    if _DEALING.get() is not None or not any(v.startswith(_OF_A_GROUP) for v in os.environ):
         return None
     hosts = os.environ.get("MLX_HOSTFILE")
     try:

@@ -19,7 +19,7 @@ from mlxstacks.processes import (
     sent_from,
     size_and_rank,
 )
-from mlxstacks.studies.train import align
+from mlxstacks.studies.stack import align
 from mlxstacks.studies.train.run import run
 from mlxstacks.training.settings import AlignSettings, TrainSettings
 from tests.groups import in_group, needs_group
