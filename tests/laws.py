@@ -101,6 +101,8 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Processes that share whole batches train to the bytes of one process.": (
             "training/test_group.py::test_whole_batches_give_the_bytes_of_one_process",
+            "studies/stack/test_forms.py::test_two_processes_that_share_whole_batches_train_the_bytes_of_one",
+            "studies/stack/test_align.py::test_two_processes_replace_it_by_what_one_does",
         ),
         "A run that does not fit is refused before anything is written.": (
             "studies/train/test_guard.py::test_a_run_that_does_not_fit_is_refused_before_anything_is_written",
