@@ -32,6 +32,8 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store, find_base
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.layers.sharded import shard
+from mlxstacks.processes import current_group, size_and_rank
 from mlxstacks.routing.gaps import GapLog
 from mlxstacks.routing.generation import (
     Piece,
@@ -430,6 +432,7 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
             "`mlxstacks stack` made for this model"
         )
     notes: list[str] = []
+    group = current_group()
     base = open_base(settings, notes)
     checkpoint, store, dtype = base.checkpoint, base.store, base.dtype
     model, tokenizer = base.model, base.tokenizer
@@ -444,6 +447,9 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         budget = settings.budget or default_budget()
         resident = Resident(model, store, budget_bytes=budget, dtype=dtype)
 
+    # Of several processes, which all route alike, the first one.
+    logs_gaps = settings.gap_log != NO_GAP_LOG and size_and_rank(group)[1] == 0
+
     def open_router() -> PromptRouter:
         if store is None:
             raise InputError("there is no store, so no router; give --store-path")
@@ -455,9 +461,12 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         model, tokenizer, store=store, resident=resident, open_router=open_router,
         context_tokens=base.context_tokens, hard=settings.hard,
         allow_special=settings.allow_special, mode=settings.mode, pins=settings.pin, notes=notes,
-        gap_log=None if settings.gap_log == NO_GAP_LOG else GapLog(settings.gap_log),
+        gap_log=GapLog(settings.gap_log) if logs_gaps else None,
         adapters=tuple(user_path(path).resolve().name for path in settings.adapter_path),
     )  # fmt: skip
+    if group is not None:
+        shard(model, group)
+        mx.eval(model.parameters())
     if settings.pin:
         engine.check_domains(settings.pin)
     if settings.routed or settings.compare:

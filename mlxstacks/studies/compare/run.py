@@ -81,6 +81,7 @@ def run(
 
 class _Comparison(Study):
     artifacts, provenance, plot_formats = (CELLS, RATES), (f"{CELLS}/*.json", RATES), FORMATS
+    is_dealt = True
     settings: CompareSettings
 
     def __init__(self, settings: CompareSettings, progress: Progress | None) -> None:
@@ -167,17 +168,23 @@ class _Comparison(Study):
         paths = {"model": self.settings.model, "data": self.settings.data}
         return self.settings.settings_of(arm, **paths, **given)
 
-    def steps(self, work: Path) -> Iterator[Step]:
+    def steps(self, work: Path) -> Iterator[Step | list[Step]]:
         self.directory.mkdir(exist_ok=True)
         if self.search:
             # Once it has chosen, nothing is run again that it was chosen by.
-            for place, (arm, seed) in enumerate(() if (work / RATES).exists() else self.search):
-                yield Step(_cell_name(arm, seed), partial(self._search_cell, arm, seed, place))
+            yield [
+                Step(_cell_name(arm, seed), partial(self._search_cell, arm, seed, place))
+                for place, (arm, seed) in enumerate(self.search)
+                if not (work / RATES).exists()
+            ]
             yield Step("rates", self._choose_rates, (RATES,))
             chosen = read_object((work / RATES).read_bytes())
-        for place, (arm, seed) in enumerate(self.cells, len(self.search)):
-            arm = at_rate(arm, chosen[arm.name]["rate"]) if self.search else arm
-            yield Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
+            rates = {name: rate["rate"] for name, rate in chosen.items()}
+            self.cells = [(at_rate(arm, rates[arm.name]), seed) for arm, seed in self.cells]
+        yield [
+            Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
+            for place, (arm, seed) in enumerate(self.cells, len(self.search))
+        ]
 
     def conclude(self, work: Path) -> Result:
         return concluded(self.settings, self.budgets, work)

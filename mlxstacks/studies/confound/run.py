@@ -151,6 +151,7 @@ def _not_limited(settings: ConfoundSettings) -> tuple[str, ...]:
 
 class _Confound(Study):
     provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}*/*.jsonl")
+    is_dealt = True
     settings: ConfoundSettings
 
     def __init__(

@@ -17,6 +17,7 @@ from mlxstacks.base_model import load_arrays, save_arrays
 from mlxstacks.data import EncodedPairs
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors
+from mlxstacks.processes import size_and_rank
 from mlxstacks.stats import share
 from mlxstacks.studies.train.grpo import GrpoRun
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
@@ -139,6 +140,15 @@ class AlignRun(SafeguardedRun):
     result_of = staticmethod(align_result)
     watched = "chosen_nll", "chosen"
 
+    def run(self) -> tuple[TrainReport, Result]:
+        size, _ = size_and_rank(self.group)
+        if self.settings.grad_accumulation_steps % size:
+            raise InputError(
+                f"{size} processes share the batches of a step, so grad_accumulation_steps has to "
+                f"be a multiple of {size}; it is {self.settings.grad_accumulation_steps}"
+            )
+        return super().run()
+
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         settings, setup = self.options, self.setup
         assert setup.pairs is not None
@@ -146,7 +156,7 @@ class AlignRun(SafeguardedRun):
         self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.strength)
         self.reference = self._reference() if settings.method == "dpo" else None
         return super()._hooks(state) | {
-            "gradients": PairGradients(self.model, self.loss, self.head)
+            "gradients": PairGradients(self.model, self.loss, self.head, self.group)
         }
 
     def _batch(self, rows: list[int], width: int) -> PairBatch:
