@@ -323,6 +323,11 @@ class AnswerSettings(BaseSettings):
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="Penalty on the logits of the last 20 tokens; 1: no penalty."
     )
+    json_schema: str | None = Field(
+        None,
+        description="JSON file of a schema: answers are JSON that it allows (by llguidance, of the "
+        "extra serve).",
+    )
     system_prompt: str | None = Field(None, description="System message for the conversation.")
     allow_special: AllowSpecial = False
     gap_log: str = Field(

@@ -9,6 +9,7 @@ memory, what its caches may take is predicted, and its prompt joins the batch at
 beginning that an earlier request under the same weights has left.
 """
 
+import functools
 import gc
 import logging
 import queue
@@ -38,6 +39,7 @@ from mlxstacks.guard.cache_bytes import CacheBytes
 from mlxstacks.routing.engine import begins_in_thought, default_budget, open_base
 from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, sampler_of
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router, pinned
+from mlxstacks.routing.schemas import SchemaMask, Schemas
 from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.naming import BASE, ROUTED, UNGATED, UnknownModelError, parse_model
 from mlxstacks.serve.pool import Held, StackPool
@@ -74,6 +76,7 @@ class Row:
     stable: int
     total: int
     limit: int
+    mask: SchemaMask | None = None
     done: int = 0
 
 
@@ -112,8 +115,12 @@ class Engine:
         """What the model reads of a request; in any thread, one request at a time.
 
         Raises: InputError: nothing, or more than the context holds next to an answer; the chat
-            template refuses the messages.
+            template refuses the messages; a schema that cannot be answered by.
         """
+        if ask.sampling.schema is not None:
+            with self._encoding:
+                schemas = self._schemas
+            schemas.compiled(ask.sampling.schema)  # slow where it is new
         with self._encoding:
             tokenizer = self._copied_tokenizer
             if ask.text is None:
@@ -131,6 +138,10 @@ class Engine:
                 f"{self._context:,} and has to hold the answer too"
             )
         return prompt
+
+    @functools.cached_property
+    def _schemas(self) -> Schemas:
+        return Schemas(self._copied_tokenizer)
 
     def submit(self, ticket: Ticket) -> None:
         """Its events come by `ticket.deliver`: `Begun` and pieces until each answer has a finish,
@@ -381,17 +392,22 @@ class Engine:
         penalties = base_model.penalties(
             sampling.repetition_penalty, ask.presence_penalty, ask.frequency_penalty
         )
+        inside = ask.text is None and begins_in_thought(
+            self._tokenizer, prompt.tokens[prompt.stable :]
+        )
+        mask = None
+        if sampling.schema is not None:
+            mask = self._schemas.mask(sampling.schema, inside)
+            penalties.append(mask)
         (uid,) = self._batch.insert_segments(
             [segments], [limit], [[*entries, RowRoutes([held])]], [tokens[:cached]],
             # rows that share a sampler are drawn together
             samplers=[None if sampling.temp == 0 else sampler_of(sampling)],
             logits_processors=[penalties],
         )  # fmt: skip
-        inside = ask.text is None and begins_in_thought(
-            self._tokenizer, prompt.tokens[prompt.stable :]
-        )
         text = AnswerText(self._tokenizer, self._machine, inside, ask.stop, ask.tools)
-        self._rows[uid] = Row(ticket, index, held, text, prompt.stable, len(tokens) + limit, limit)
+        total = len(tokens) + limit
+        self._rows[uid] = Row(ticket, index, held, text, prompt.stable, total, limit, mask)
         return cached
 
     # --- a step ----------------------------------------------------------------------------------
@@ -409,8 +425,11 @@ class Engine:
         row = self._rows[answer.uid]
         # computed already, and seen without MLX, whose next step is under way and would go first
         logprobs = np.asarray(answer.logprobs)
-        if np.isnan(logprobs[answer.token]):
-            self._refuse(row.ticket, 500, str(NonFiniteModelError("a log probability")))
+        is_nan, wrong = np.isnan(logprobs[answer.token]), row.mask.error if row.mask else ""
+        if is_nan or wrong:
+            failure = str(NonFiniteModelError("a log probability"))
+            status, message = (400, f"the JSON schema: {wrong}") if wrong else (500, failure)
+            self._refuse(row.ticket, status, message)
             row.ticket.cancel()  # its other answers too
             self._batch.remove([answer.uid])
             self._end(answer.uid)
