@@ -27,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
-from mlxstacks import base_model
+from mlxstacks import base_model, memory
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import Rendering
@@ -36,6 +36,8 @@ from mlxstacks.files.checkpoint import fingerprint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import base_name
 from mlxstacks.guard.cache_bytes import CacheBytes
+from mlxstacks.guard.predict import predict_decode
+from mlxstacks.guard.settings import REFUSE_SHARE
 from mlxstacks.routing.engine import begins_in_thought, default_budget, open_base
 from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, sampler_of
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router, pinned
@@ -205,6 +207,10 @@ class Engine:
         if strange := {type(c).__name__ for c in caches if not hasattr(c, "merge")}:
             raise InputError(f"mlx-lm cannot batch this model's caches: {', '.join(strange)}")
         self._bytes = CacheBytes.of(base.model)
+        limit = settings.resource_limit or memory.device().resource_limit
+        # a token is computed while prompts are read
+        step = 2 * predict_decode(base.model, 1, 1, batched=True).first_buffers
+        self._most_buffers = int(REFUSE_SHARE * limit) - step
         self._restart()
         self._files: PrefixFiles | None = None
         self._unsaved = False
@@ -212,7 +218,7 @@ class Engine:
             versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
             made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
             self._files = PrefixFiles(user_path(settings.cache_path), " ".join(map(str, made_by)))
-            self._files.load(self._prefixes, lambda: self._trim(0))
+            self._files.load(self._prefixes, lambda: self._trim(*self._needs()))
         self._announce()
 
     def _restart(self) -> None:
@@ -284,6 +290,7 @@ class Engine:
             "prefix_bytes": self._prefixes.nbytes,
             "cache_bytes": self._batch.prompt_cache_nbytes,
             "budget_bytes": self._budget or 0,
+            "buffers_left": self._needs()[1] - self._pool.buffers,
         }
 
     # --- admission -------------------------------------------------------------------------------
@@ -323,13 +330,12 @@ class Engine:
         limit = min(ask.sampling.max_tokens, self._context - len(prompt.tokens))
         route = self._route(ask)
         total = len(prompt.tokens) + limit
-        lengths = [row.total for row in self._rows.values()] + [total] * ask.n
-        predicted = self._bytes.of_batch(lengths)
+        predicted, buffers = self._needs([total] * ask.n)
         helds: list[Held] = []
         try:
             for _ in range(ask.n):
-                helds.append(self._pool.hold(route.weights, predicted))
-            self._trim(predicted)
+                helds.append(self._pool.hold(route.weights, predicted, buffers))
+            self._trim(predicted, buffers)
             cached = [self._begin(ticket, i, prompt, held, limit) for i, held in enumerate(helds)]
         except BaseException:
             begun = [uid for uid, row in self._rows.items() if row.ticket is ticket]
@@ -374,10 +380,19 @@ class Engine:
         )
         return route
 
-    def _trim(self, predicted: int) -> None:
-        """Leave beginnings of prompts no more than what the rest leaves of the budget."""
-        if self._budget is not None:
-            self._prefixes.trim_to(n_bytes=self._budget - predicted - self._pool.nbytes)
+    def _needs(self, lengths: Sequence[int] = ()) -> tuple[int, int]:
+        """With rows of these lengths beside those under way: cache bytes predicted, and live
+        buffers that are left to stacks and beginnings of prompts.
+        """
+        lengths = [*(row.total for row in self._rows.values()), *lengths]
+        left = self._most_buffers - len(lengths) * self._bytes.buffers
+        return self._bytes.of_batch(lengths), left
+
+    def _trim(self, predicted: int, buffers: int) -> None:
+        """Leave beginnings of prompts no more than what the rest leaves of budget and buffers."""
+        most = (buffers - self._pool.buffers) // self._bytes.buffers
+        budget = None if self._budget is None else self._budget - predicted - self._pool.nbytes
+        self._prefixes.trim_to(n_sequences=most, n_bytes=budget)
 
     def _begin(self, ticket: Ticket, index: int, prompt: Prompt, held: Held, limit: int) -> int:
         """Put a row into the batch; how many tokens of its prompt are known already."""
@@ -477,7 +492,7 @@ class Engine:
         mx.eval([entry.state for entry in own])
         self._prefixes.insert_cache(row.held.key, list(tokens), own, cache_type=kind)
         self._unsaved = True
-        self._trim(self._bytes.of_batch([row.total for row in self._rows.values()]))
+        self._trim(*self._needs())
 
     # --- ends ------------------------------------------------------------------------------------
 

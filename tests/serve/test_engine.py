@@ -337,6 +337,35 @@ def test_memory_stays_within_the_budget() -> None:
     nano.pool.release(nano.pool.hold({nano.pool.domains[1]: 1.0}))
 
 
+def test_live_buffers_stay_within_the_limit() -> None:
+    wide = Engine(nano_settings())
+    wide.start()
+    Asked(wide, "islands").read()
+    used = wide._bytes.buffers  # of a row, or the beginning of one
+    stacks, step = wide._pool.buffers, int(0.9 * 499_000) - wide._most_buffers
+    wide.stop()
+    # for two rows, a beginning and one of the domains, next to the adapter
+    limit = int((step + stacks + 3 * used) / 0.9) + 60
+    engine = Engine(nano_settings(resource_limit=limit))
+    engine.start()
+    try:
+        for model in ("islands", "tolu", "adapter", "base", "islands"):
+            begun = Asked(engine, model, KING).read().begun
+            assert begun is not None, model
+            assert (begun.loaded == (model,)) is (model in ("islands", "tolu")), begun
+            while engine._rows:
+                time.sleep(0.01)
+            assert engine._needs()[1] >= engine._pool.buffers + used * len(engine._prefixes)
+        for model in ("ungated", "islands,tolu"):
+            refused = Asked(engine, model).read().refused
+            assert refused is not None
+            assert refused.status == 429
+            assert "Metal's limit on live buffers" in refused.message
+        assert Asked(engine, "base").read().refused is None
+    finally:
+        engine.stop()
+
+
 def test_predicted_cache_bytes_are_enough() -> None:
     engine = Engine(nano_settings(store_path=None, adapter_path=[]))
     step, taken = engine._step, []
