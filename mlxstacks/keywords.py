@@ -28,7 +28,7 @@ LOADING = (
 )  # fmt: skip
 ANSWERING = (
     "routed", "ungated", "pin", "system_prompt", "thinking", "temp", "top_p", "min_p", "top_k",
-    "max_tokens", "repetition_penalty", "seed",
+    "max_tokens", "repetition_penalty", "json_schema", "seed",
 )  # fmt: skip
 
 
