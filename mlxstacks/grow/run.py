@@ -299,7 +299,9 @@ class _Growth(Study):
             discover.run(
                 OutcomeSettings(
                     **here, sources=(*old, new), samples_per_domain=settings.samples_per_domain,
-                    save_path=str(discovered), seed=settings.seed, **floor,
+                    # no more of a domain than of the new one: each costs a pass of the base
+                    single_cap=settings.rows, save_path=str(discovered), seed=settings.seed,
+                    **floor,
                 ),
                 progress=self._part("route"),
             )  # fmt: skip

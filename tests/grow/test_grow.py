@@ -138,6 +138,21 @@ def test_undo_puts_every_byte_back(grown: Grown, tmp_path: Path) -> None:
     assert all(after[name] == grown.before[name] for name in grown.before if "/" in name)
 
 
+def test_no_domain_brings_more_prompts_to_the_router_than_were_asked_of_the_new_one(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def stopping(settings: Any, **_: Any) -> None:
+        asked.append(settings.single_cap)
+        raise InputError("enough")
+
+    monkeypatch.setattr(grow_run.discover, "run", stopping)
+    with pytest.raises(InputError, match="enough"):
+        grow(copied(places, tmp_path), tmp_path / "out", rows=64)
+    assert asked == [64]
+
+
 def test_what_grew_is_a_domain_to_the_next_growth(
     grown: Grown, places: Places, tmp_path: Path
 ) -> None:
