@@ -218,7 +218,7 @@ class _Growth(Study):
         readings = router.read([*dict.fromkeys(example.prompt for example in new)])
         return [
             checks.are_the_gaps(settings, [r.feature for r in readings], self.events),
-            checks.is_unserved(settings, served, self.header, *rows),
+            checks.is_unserved(settings, served, self.header, *rows, self._counting("confirm")),
         ]
 
     def _gather(self, work: Path, scratch: Path) -> list[Check]:
@@ -276,7 +276,9 @@ class _Growth(Study):
         rows = labelled((), work / ROWS / f"{self.name}.jsonl")
         held_out = checks.examples_of(fork, served.tokenizer, [rows], MOST_HELD_OUT, settings.seed)
         return [
-            *checks.is_learned(settings, served, self.header, self.name, _pairs(held_out)),
+            *checks.is_learned(
+                settings, served, self.header, self.name, _pairs(held_out), self._counting("gate")
+            ),
             *checks.leaves_others_alone(
                 read_manifest(work, BEFORE), fork.manifest, fork.domain_named(self.name)
             ),
@@ -387,6 +389,18 @@ class _Growth(Study):
             told(place + done / max(total, 1e-9) * 0.999, len(STAGES), f"{stage}: {what}")
 
         return part
+
+    def _counting(self, stage: Stage) -> checks.OnLosses:
+        """Progress of a stage that measures losses itself."""
+        part, done = self._part(stage), 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            if part:
+                part(0, 1, f"{done} losses")
+
+        return count
 
 
 def _count(path: Path) -> int:

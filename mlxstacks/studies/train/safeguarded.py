@@ -98,8 +98,9 @@ class SafeguardedRun(TrainRun):
         """Keep the figures of a validation; its loss, or infinity where a watched one rose too
         far: such weights must not be the best ones.
         """
-        if self.setup.active is not None:
-            measured["domain_loss"] = self.setup.active.loss()
+        if (active := self.setup.active) is not None:
+            is_start = self.start_losses is None
+            measured["domain_loss"] = active.loss_before if is_start else active.loss()
         self.measured = measured
         self.start_losses = self.start_losses or measured
         return math.inf if self._risen() else loss
