@@ -206,8 +206,8 @@ class _Growth(Study):
         # Mixed prompts, and those of no domain, have no stack of their own to be measured by.
         known = [example for example in known if example.kind == "single"]
         new = checks.examples_of(self.store, served.tokenizer, [labelled((), sample)], *limits)
-        rows = [checks.encoded(_pairs(examples), served) for examples in (known, new)]
-        for name, found in zip(("domains that are there", self.name), rows, strict=True):
+        of_known, of_new = (checks.encoded(_pairs(each), served) for each in (known, new))
+        for name, found in {"domains that are there": of_known, self.name: of_new}.items():
             if len(found) < 2:
                 raise InputError(
                     f"{name}: {counted(len(found), 'row')} that no stack was trained on with an "
@@ -218,7 +218,9 @@ class _Growth(Study):
         readings = router.read([*dict.fromkeys(example.prompt for example in new)])
         return [
             checks.are_the_gaps(settings, [r.feature for r in readings], self.events),
-            checks.is_unserved(settings, served, self.header, *rows, self._counting("confirm")),
+            checks.is_unserved(
+                settings, served, self.header, of_known, of_new, self._counting("confirm")
+            ),
         ]
 
     def _gather(self, work: Path, scratch: Path) -> list[Check]:
