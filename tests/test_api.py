@@ -410,7 +410,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert "'auto', 'refit', 'keep'" in page
     assert "\n            rank: int, default 16\n" in str(ms.stack.__doc__)
     assert "lambda" not in str(inspect.signature(ms.stack))
-    assert "data: str | Path | Mapping[str, Any] | Seq" in str(inspect.signature(ms.route_discover))
+    assert "data: str | Path | pandas.DataFrame | M" in str(inspect.signature(ms.route_discover))
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
 
 

@@ -346,10 +346,11 @@ def _read_finished(study: Study) -> Result | None:
     if study.settings.force or not (target / RESULT).is_file():
         return None
     result, planned = Result.open(target), study.planned()
-    if (result.kind, result.plan) == (planned.kind, json.loads(json.dumps(planned.plan))):
+    plan = json.loads(json.dumps(planned.plan))  # as it would be read back: lists for tuples
+    if (result.kind, result.plan) == (planned.kind, plan):
         return result
     differing = what_differs(
-        {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(planned.plan or {})}
+        {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(plan or {})}
     )
     raise InputError(
         "\n  ".join([f"{target}: another plan was carried out there; it differs in", *differing])
