@@ -68,7 +68,8 @@ if [ ! -e preferred ]; then
 fi
 
 # Killed in the middle of its training, gone on with, taken back.
-grow=(grow store --model "$model" --domain code --data new --yes all --save-path grown)
+grow=(grow store --model "$model" --domain code --data new --samples-per-domain 24 --rows 200
+  --yes all --save-path grown)
 if [ ! -e grown ]; then
   state store > before
   python -m mlxstacks "${grow[@]}" 2> killed.log &
