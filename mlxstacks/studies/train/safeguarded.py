@@ -98,8 +98,9 @@ class SafeguardedRun(TrainRun):
         """Keep the figures of a validation; its loss, or infinity where a watched one rose too
         far: such weights must not be the best ones.
         """
-        if self.setup.active is not None:
-            measured["domain_loss"] = self.setup.active.loss()
+        if (active := self.setup.active) is not None:
+            is_start = self.start_losses is None
+            measured["domain_loss"] = active.loss_before if is_start else active.loss()
         # The first process's: hosts may round differently, and all have to stop together.
         figures: list[Any] = [measured, loss]
         self.measured, loss = gathered(figures, self.group)[0]
