@@ -171,8 +171,10 @@ def fuse(model: str | Path | None = None,
     save_path: str | Path | None = None, *,
     requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize', 'gptq'] = 'auto',
     zero_delta: bool = False, target_correlation: float = 0.98, target_kl: float | None = None,
-    calibration: str | None = None, calibration_tokens: int = 8192, fail_under: float | None = None,
-    judge: str = 'shipped', fail_under_agreement: float | None = None,
+    calibration: str | pandas.DataFrame | Iterable[Mapping[str, Any]] | None = None,
+    calibration_tokens: int = 8192, fail_under: float | None = None,
+    judge: str | pandas.DataFrame | Iterable[Mapping[str, Any]] = 'shipped',
+    fail_under_agreement: float | None = None,
     bits: str | int | Mapping[str, Any] | Sequence[str] = (),
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
     device_parity: bool = False, kernels: bool = True, copy_shards: bool = False,
@@ -185,7 +187,7 @@ def generate(model: nn.Module, tokenizer: Any,
     ungated: bool = False, pin: str | Sequence[str] = (), system_prompt: str | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', temp: float = 0.0,
     top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, max_tokens: int = 256,
-    repetition_penalty: float = 1.0, seed: int = 0) -> str:
+    repetition_penalty: float = 1.0, json_schema: str | None = None, seed: int = 0) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out."""
 
 def grow(store_path: str | Path | None = None, *, model: str | Path | None = None,

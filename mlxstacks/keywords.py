@@ -28,7 +28,7 @@ LOADING = (
 )  # fmt: skip
 ANSWERING = (
     "routed", "ungated", "pin", "system_prompt", "thinking", "temp", "top_p", "min_p", "top_k",
-    "max_tokens", "repetition_penalty", "seed",
+    "max_tokens", "repetition_penalty", "json_schema", "seed",
 )  # fmt: skip
 
 
@@ -39,7 +39,9 @@ class _AsWritten(str):
         return str(self)
 
 
-_ROWS = "Rows in memory are taken too; for a directory of NAME.jsonl, {NAME: rows}."
+_ROWS = "Rows in memory are taken too"
+_NAMED_ROWS = "; for a directory of NAME.jsonl, {NAME: rows}"
+ROWS_TOO = frozenset({"calibration", "judge"})  # files of rows, besides `data`
 _TOO_LONG = _AsWritten("...")
 _MOST_KEYS = 20  # of nested settings; those of a whole command have a function of their own
 
@@ -72,11 +74,12 @@ def keywords_of(function: str) -> dict[str, Keyword]:
         is_path = key in {*paths, "model", "other", "runs", "data"} or key.endswith("_path")
         name = "store" if (function, key) == ("load", "store_path") else key
         keywords[name] = _keyword(key, field, is_path)
-    data = keywords.get("data")
-    if data is not None and not data.is_list:
-        dicts = Mapping[str, Any], Iterable[Mapping[str, Any]]
-        kinds = (data.kind, *dicts, ForwardRef("pandas.DataFrame"))
-        keywords["data"] = replace(data, kind=Union[kinds], meaning=f"{data.meaning} {_ROWS}")  # noqa: UP007
+    for key in keywords.keys() & {"data", *ROWS_TOO}:
+        if not (of_rows := keywords[key]).is_list:
+            named = (Mapping[str, Any],) if key == "data" else ()
+            kinds = (*named, Iterable[Mapping[str, Any]], ForwardRef("pandas.DataFrame"))
+            meaning = f"{of_rows.meaning} {_ROWS}{_NAMED_ROWS if named else ''}."
+            keywords[key] = replace(of_rows, kind=Union[(of_rows.kind, *kinds)], meaning=meaning)
     if function == "load":  # it notes no gaps unless it is asked to
         keywords["gap_log"] = replace(keywords["gap_log"], default="none")
     return keywords
