@@ -24,7 +24,9 @@ from mlxstacks.data.json_rows import array_records, begins_array, numbered_recor
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.errors import InputError
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
+# Paragraphs of a text file make a row together until they are so long.
+TEXT_CHARACTERS = 1000
 _NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
 KNOWN_SPLITS = ("train", "test", *VALIDATION_SPLITS, "eval")
@@ -219,7 +221,27 @@ def _file_rows(path: Path) -> arrow_sets.Rows:
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
         return arrow_sets.arrow_rows([path], str(path))
-    return _json_rows(path)
+    return _text_rows(path) if path.suffix == ".txt" else _json_rows(path)
+
+
+def _text_rows(path: Path) -> arrow_sets.Rows:
+    """Whole paragraphs, which blank lines divide, TEXT_CHARACTERS and more of them a row."""
+    paragraphs: list[str] = []
+    first = 1
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(chain(lines, ("",)), 1):
+                text = "".join(paragraphs)
+                if line == "" or (not line.strip() and len(text) >= TEXT_CHARACTERS):
+                    if text.strip():
+                        yield f"{path}, line {first}", {"text": text.strip()}
+                    paragraphs, first = [], number + 1
+                else:
+                    paragraphs.append(line)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8: {error}") from None
 
 
 def _json_rows(path: Path) -> arrow_sets.Rows:

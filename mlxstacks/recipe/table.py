@@ -125,6 +125,13 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
     ),
+    "pretrain": Command(
+        help="Train a small decoder from scratch, as a model that every other command takes.",
+        settings="mlxstacks.training.settings:PretrainSettings",
+        function="mlxstacks.studies.train.pretrain:run",
+        nano={"data": "data_path"},
+        report="result.json",
+    ),
     "align": Command(
         help="Train a LoRA or a stack on preferred answers (DPO, ORPO) or rewards (GRPO).",
         settings="mlxstacks.training.settings:AlignSettings",
