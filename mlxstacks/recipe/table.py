@@ -176,6 +176,13 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="compare-building-block-nano",
         report="result.json",
     ),
+    "psn stacks": Command(
+        help="Train the same stacks on a random and a pretrained base, and all weights as control.",
+        settings="mlxstacks.studies.psn.settings:PsnStacksSettings",
+        function="mlxstacks.studies.psn.stacks:run",
+        nano={"corpus": "data_path", "data": "curriculum_path"},
+        report="result.json",
+    ),
     "guard": Command(
         help="Predict a run's live buffers and bytes from the model's config alone.",
         settings="mlxstacks.guard.settings:GuardSettings",
@@ -459,6 +466,8 @@ GROUPS = {
     "`mlxstacks train`.",
     "route": "Route prompts to stacks: discover which prompts each domain helps with, train, "
     "explain and evaluate the router, list what no domain fits.",
+    "psn": "Test partitioned subspace networks: stacks on a base that knows nothing, and blocks "
+    "beside a base. Nested settings: --set KEY.KEY=VALUE.",
     "nano": "Show or export the built-in model. Retraining it needs a clone: `python -m tools.nano "
     "rebuild DIR`.",
 }

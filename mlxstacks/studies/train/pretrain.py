@@ -35,7 +35,7 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import PLACES, write_file, write_json
 from mlxstacks.layers.settings import LoRASettings
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.studies.train.report import TrainReport, measured_facts, result_of
+from mlxstacks.studies.train.report import TrainReport, document_of, measured_facts
 from mlxstacks.studies.train.run import TrainRun, train_with
 from mlxstacks.studies.train.setup import (
     GuardedRun,
@@ -44,7 +44,7 @@ from mlxstacks.studies.train.setup import (
     most_validated,
     optimizer_settings,
 )
-from mlxstacks.study.document import Cell, Table, counted
+from mlxstacks.study.document import Table, counted
 from mlxstacks.study.result import Result
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.initial import set_initial_weights
@@ -105,6 +105,18 @@ def texts_of(data: DomainData) -> list[str]:
     return ["\n".join(strings_of(example.record)) for example in data.train]
 
 
+def pretrain_result(report: TrainReport) -> Result:
+    """The document of a pretraining."""
+    stack = command_line("mlxstacks stack", model=report.save_path)
+    chat = command_line("mlxstacks chat", model=report.save_path)
+    result = document_of(report, _table(report))
+    return result.model_copy(update={
+        "kind": "pretrain", "title": "Pretraining",
+        "question": "How well does a decoder of this size predict such text?",
+        "next_steps": {} if report.status == "planned" else {"Try it": chat, "Stack": stack},
+    })  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class PretrainSetup(TrainSetup):
     """What the model directory gets besides the weights. tokenizer_files: content by name."""
@@ -117,6 +129,7 @@ class PretrainRun(TrainRun):
     """A training of every weight."""
 
     command = "pretrain"
+    result_of = staticmethod(pretrain_result)
     written = MODEL_FILES
     keeps_state = False
     setup: PretrainSetup
@@ -227,23 +240,11 @@ class PretrainRun(TrainRun):
         for name, content in self.setup.tokenizer_files.items():
             write_file(directory / name, content)
 
-    @staticmethod
-    def result_of(report: TrainReport) -> Result:
-        """The document of a pretraining."""
-        stack = command_line("mlxstacks stack", model=report.save_path)
-        chat = command_line("mlxstacks chat", model=report.save_path)
-        result = result_of(report, _table)
-        return result.model_copy(update={
-            "kind": "pretrain", "title": "Pretraining",
-            "question": "How well does a decoder of this size predict such text?",
-            "next_steps": {} if report.status == "planned" else {"Try it": chat, "Stack": stack},
-        })  # fmt: skip
-
 
 def _table(report: TrainReport) -> Table:
     plan, config = report.plan, report.plan["config"]
     size = bytes_in_words(4 * plan["trained_parameters"])
-    rows: dict[str, Cell] = {
+    rows = {
         "model": f"{config['model_type']}, width {config['hidden_size']}, "
         f"{counted(config['num_hidden_layers'], 'layer')}, {config['vocab_size']:,} tokens",
         "trained": f"{plan['trained_parameters']:,} parameters, {size}; as much twice more in the "

@@ -3,7 +3,6 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,6 @@ from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import GuardedRun, trained_parameters
 from mlxstacks.study.document import (
     Block,
-    Cell,
     Columns,
     Environment,
     Plot,
@@ -133,13 +131,13 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
     return TrainReport("planned", str(target), shown, details, setup.notes)
 
 
-def result_of(
-    report: TrainReport, table_of: Callable[[TrainReport], Table] | None = None
-) -> Result:
-    """The document of a training; what it was made from is added where it is written.
+def result_of(report: TrainReport) -> Result:
+    """The document of a training; what it was made from is added where it is written."""
+    return document_of(report, plan_table(report))
 
-    table_of: the table of the run; None: `plan_table`.
-    """
+
+def document_of(report: TrainReport, table: Table) -> Result:
+    """`result_of` with another table of the run."""
     is_planned = report.status == "planned"
     chat = command_line(
         "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
@@ -149,7 +147,7 @@ def result_of(
         about = environment(report.figures.get("loading_seconds", 0.0) + report.figures["seconds"])
         about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
     blocks: list[Block] = [] if (plot := loss_plot(report)) is None else [plot]
-    blocks.append((table_of or plan_table)(report))
+    blocks.append(table)
     if report.validation:
         columns: Columns = {"step": "count", "validation loss": ("number", 4), "": "text"}
         rows = [
@@ -259,9 +257,9 @@ def plan_table(report: TrainReport) -> Table:
     return Table.of_facts("plan", "The run", rows | measured_facts(report))
 
 
-def measured_facts(report: TrainReport) -> dict[str, Cell]:
+def measured_facts(report: TrainReport) -> dict[str, str]:
     """Of a run that ended: its counted buffers, where asked for, and its time."""
-    plan, rows = report.plan, dict[str, Cell]()
+    plan, rows = report.plan, dict[str, str]()
     if figures := report.figures:
         if (buffers := figures.get("counted_buffers")) is not None:
             rows["counted"] = f"at most {buffers:,} live buffers in a step"
