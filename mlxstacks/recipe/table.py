@@ -183,6 +183,13 @@ COMMANDS: dict[str, Command] = {
         nano={"corpus": "data_path", "data": "curriculum_path"},
         report="result.json",
     ),
+    "psn blocks": Command(
+        help="Train capability blocks beside a frozen base, and a router; measure what they hold.",
+        settings="mlxstacks.studies.psn.settings:PsnBlocksSettings",
+        function="mlxstacks.studies.psn.blocks:run",
+        nano={"corpus": "data_path"},
+        report="result.json",
+    ),
     "guard": Command(
         help="Predict a run's live buffers and bytes from the model's config alone.",
         settings="mlxstacks.guard.settings:GuardSettings",

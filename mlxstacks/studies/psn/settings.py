@@ -1,5 +1,6 @@
 """Settings of `mlxstacks psn stacks` and `psn blocks`, their plans. Imports no mlx or numpy."""
 
+import re
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -112,10 +113,10 @@ class PsnBlocksSettings(Settings):
     directions: int = Field(
         8, ge=1, description="Output directions that each block takes away from later ones."
     )
-    formats: dict[str, str] = Field(
-        {},
-        description="Domain -> regular expression of its format: what an answer has to hold. "
-        "Default: those of code, math and medical.",
+    formats: tuple[str, ...] = Field(
+        (),
+        description="NAME=REGEX: what an answer of a domain in its format matches from its "
+        "beginning on. Default: those of code and math. Repeatable.",
     )
     control: str | None = Field(
         None, description="Domain of the block on shuffled tokens. Default: the first one."
@@ -128,6 +129,14 @@ class PsnBlocksSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         names = [domain.name for domain in self.domains]
+        for text in self.formats:
+            name, _, pattern = text.partition("=")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"formats: {pattern}: no regular expression: {error}") from None
+            if not pattern or name not in names:
+                raise ValueError(f"formats: {text}: give NAME=REGEX, NAME one of the domains")
         if self.control is not None and self.control not in names:
             raise ValueError(f"control {self.control}: no domain; there are {', '.join(names)}")
         return self
