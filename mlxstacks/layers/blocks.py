@@ -26,9 +26,6 @@ from mlxstacks.layers.nullspace import fold_into, remove_directions
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.layers.targets import find_targets
 
-Weight = float | mx.array
-"""One for all rows, or (B,) one for each."""
-
 
 class CapabilityBlock(nn.Module):
     """layers: decoder layers as mlx-lm calls them, (x, mask, cache)."""
@@ -97,7 +94,7 @@ class BlockedDecoder(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.blocks: dict[str, CapabilityBlock] = {}
-        self._weights: dict[str, Weight] = {}
+        self._weights: dict[str, float | mx.array] = {}
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -107,8 +104,9 @@ class BlockedDecoder(nn.Module):
     def embed_tokens(self) -> nn.Module:
         return self.decoder.embed_tokens
 
-    def select(self, weights: Mapping[str, Weight]) -> None:
-        """Blocks by name and weight for the calls that follow; the others add nothing.
+    def select(self, weights: Mapping[str, float | mx.array]) -> None:
+        """Blocks by name and weight, for all rows or (B,), for the calls that follow; the others
+        add nothing.
 
         Raises: ValueError naming a block that is not there.
         """
