@@ -289,6 +289,26 @@ def profile(model: str | Path | None = None, *,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Profile which experts groups of prompts use, compared with chance."""
 
+def psn_blocks(*, corpus: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    domains: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
+    save_path: str | Path | None = None, seeds: int | Sequence[int] = (0, 1, 2),
+    pretrain: Mapping[str, Any] = ..., block: Mapping[str, Any] = ..., iters: int = 200,
+    batch_size: int = 8, learning_rate: float = 0.001, validation_rows: int = 64,
+    directions: int = 8, formats: str | Sequence[str] = (), control: str | None = None,
+    prompts: int = 40, max_tokens: int = 48, resume: bool = True, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Train capability blocks beside a frozen base, and a router; measure what they hold."""
+
+def psn_stacks(*, corpus: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    domains: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
+    save_path: str | Path | None = None, seeds: int | Sequence[int] = (0, 1, 2),
+    pretrain: Mapping[str, Any] = ..., stack: Mapping[str, Any] = ...,
+    control_learning_rate: float = 0.001, resume: bool = True, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Train the same stacks on a random and a pretrained base, and all weights as control."""
+
 def pull(repo_id: str | None = None, *, save_path: str | Path | None = None,
     revision: str | None = None, max_bytes: int = 100000000000, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:

@@ -189,10 +189,10 @@ def load_block(directory: Path, store: BlockStore, name: str) -> CapabilityBlock
 
     Raises: StoreError: no such block, a changed file, or arrays that are not of its settings.
     """
-    settings = store.named(name).settings
+    arrays = read_block(directory, store, name)
+    settings = store.blocks[name].settings
     stack = StackSettings.model_validate(settings["stack"])
     block = new_block(store.config, settings["num_layers"], stack, mx.random.key(0))
-    arrays = read_block(directory, store, name)
     own = {n: w.shape for n, w in block_arrays(block).items()}
     if own != {n: w.shape for n, w in arrays.items()}:
         raise StoreError(f"{directory}: block {name} has not the arrays of its settings")

@@ -187,7 +187,7 @@ COMMANDS: dict[str, Command] = {
         help="Train capability blocks beside a frozen base, and a router; measure what they hold.",
         settings="mlxstacks.studies.psn.settings:PsnBlocksSettings",
         function="mlxstacks.studies.psn.blocks:run",
-        nano={"corpus": "data_path"},
+        nano={"corpus": "data_path", "data": "curriculum_path"},
         report="result.json",
     ),
     "guard": Command(

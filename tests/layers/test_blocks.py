@@ -126,7 +126,13 @@ def test_folding_keeps_the_output_and_its_orthogonality() -> None:
 
 def test_a_store_gives_back_what_it_was_given_and_refuses_what_was_changed(tmp_path: Path) -> None:
     block, x = a_block(5), mx.random.normal((1, 4, 16), key=mx.random.key(9))
-    store = add_block(tmp_path, BlockStore("full:0", CONFIG), "a", block_arrays(block), SHAPE)
+    store = add_block(
+        tmp_path,
+        BlockStore(base_fingerprint="full:0", config=CONFIG),
+        "a",
+        block_arrays(block),
+        SHAPE,
+    )
     with pytest.raises(StoreError, match="has a block a"):
         add_block(tmp_path, store, "a", block_arrays(block), SHAPE)
     assert verify_blocks(tmp_path) == ("a",)

@@ -14,7 +14,7 @@ alone. CONTROL-shuffled is trained on the control's rows with their answers' tok
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
@@ -28,19 +28,19 @@ from mlxstacks import base_model
 from mlxstacks.data import (
     Row,
     TrainDataSettings,
-    data_notes,
     encode_examples,
     make_batch,
     read_train_data,
+    train_data_settings,
 )
 from mlxstacks.data.chat import prompt_tokens
-from mlxstacks.data.examples import make_example, turns_of
+from mlxstacks.data.examples import turns_of
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import batches_of, evaluate_mean_loss, evaluate_row_losses
 from mlxstacks.files.block_store import BlockStore, add_block, read_store
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.outputs import write_json
-from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.blocks import (
     BlockedDecoder,
     attach_blocks,
@@ -57,19 +57,19 @@ from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.psn.report import concluded
 from mlxstacks.studies.psn.settings import PsnBlocksSettings
-from mlxstacks.studies.psn.stacks import CELLS, Progress, corpus_of, pretrained
+from mlxstacks.studies.psn.stacks import CELLS, Progress, Say, SeedStudy, pretrained
+from mlxstacks.studies.route.data import encode_pair
+from mlxstacks.studies.stack.plan import data_root, listed_domains
 from mlxstacks.studies.train.pretrain import texts_of
 from mlxstacks.studies.train.setup import SaveTimer
-from mlxstacks.study.engine import Step, Study, run_study
-from mlxstacks.study.render.figures import FORMATS
+from mlxstacks.study.engine import run_study
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import plain
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.initial import set_initial_weights
 from mlxstacks.training.loop import load_state, new_state, save_state, train
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.settings import OptimizerSettings
+from mlxstacks.training.settings import OptimizerSettings, StackRunSettings
 from mlxstacks.training.step import cross_entropy_loss, random_key
 from mlxstacks.training.tokenizer import train_tokenizer
 
@@ -98,63 +98,23 @@ def run(
 
     Raises: InputError: no corpus, fewer than two domains, or one without data.
     """
-    if settings.corpus is None or len(settings.domains) < 2:
+    if settings.corpus is None or len(domain_data(settings)) < 2:
         raise InputError("psn blocks needs corpus, the texts of the base, and two domains or more")
-    if missing := [domain.name for domain in settings.domains if domain.data is None]:
-        raise InputError(f"psn blocks: no data for {', '.join(missing)}")
     return run_study(_Blocks(settings, progress), dry_run=dry_run, progress=progress)
 
 
-class _Blocks(Study):
+class _Blocks(SeedStudy):
+    about = ABOUT
     artifacts = (f"{CELLS}/*.json", f"{CELLS}/*/store/*", f"{CELLS}/*/base/*")
-    provenance = (f"{CELLS}/*.json",)
-    plot_formats = FORMATS
-    settings: PsnBlocksSettings
 
-    def __init__(self, settings: PsnBlocksSettings, progress: Progress | None) -> None:
-        self.settings, self.progress = settings, progress
+    def data_of(self) -> dict[str, TrainDataSettings]:
+        return {**super().data_of(), **domain_data(self.settings)}
 
-    def planned(self) -> Result:
-        settings = self.settings
-        datas = {"corpus": corpus_of(settings), **_domain_data(settings)}
-        reports = {name: read_train_data(data, Path()).report for name, data in datas.items()}
-        plan = {
-            **settings.model_dump(mode="json", exclude={"save_path", "force", "resume"}),
-            "formats": _formats(settings),
-            "data_sha256": {
-                name: json_sha256([source["sha256"] for source in report["sources"]])
-                for name, report in reports.items()
-            },
-        }
-        notes = [note for name, report in reports.items() for note in data_notes(name, report)]
-        return Result(
-            **ABOUT, status="planned", plan=plan, notes=tuple(notes),
-            settings=settings.model_dump(mode="json", exclude={"save_path", "force", "resume"}),
-        )  # fmt: skip
+    def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
+        return Cell(self.settings, seed, directory, say).run()
 
-    def steps(self, work: Path) -> Iterator[Step]:
-        for place, seed in enumerate(self.settings.seeds):
-            name = f"{CELLS}/seed-{seed}.json"
-            yield Step(f"seed-{seed}", partial(self._seed, work, seed, place, name), (name,))
-
-    def _seed(self, work: Path, seed: int, place: int, name: str, out: Path) -> None:
-        parts = 2 * len(self.settings.domains) + 4
-
-        def say(part: float, what: str) -> None:
-            if self.progress:
-                total = parts * len(self.settings.seeds)
-                self.progress(parts * place + part, total, f"seed {seed}, {what}")
-
-        directory = work / CELLS / str(seed)
-        directory.mkdir(parents=True, exist_ok=True)
-        record = Cell(self.settings, seed, directory, say).run()
-        (out / name).parent.mkdir(parents=True)
-        write_json(out / name, plain(record))
-
-    def conclude(self, work: Path) -> Result:
-        names = [f"{CELLS}/seed-{seed}.json" for seed in self.settings.seeds]
-        cells = [read_object((work / name).read_bytes()) for name in names]
-        return Result(**ABOUT, status="done", **concluded(cells))
+    def concluded(self, cells: list[dict[str, Any]]) -> dict[str, Any]:
+        return concluded(cells)
 
 
 def _formats(settings: PsnBlocksSettings) -> dict[str, str]:
@@ -163,31 +123,37 @@ def _formats(settings: PsnBlocksSettings) -> dict[str, str]:
     }
 
 
-def _domain_data(settings: PsnBlocksSettings) -> dict[str, TrainDataSettings]:
-    count = {"validation_rows": settings.validation_rows}
-    return {
-        domain.name: TrainDataSettings.model_validate(
-            {**domain.data.model_dump(exclude_unset=True), **count} if domain.data else None
-        )
-        for domain in settings.domains
-    }
+def domain_data(settings: PsnBlocksSettings) -> dict[str, TrainDataSettings]:
+    """Domain -> where its rows come from; paths are whole ones. Raises: InputError."""
+    names = {"data", "domains", "validation_rows"}
+    listed = StackRunSettings.model_validate(settings.model_dump(include=names))
+    root, found = data_root(listed), {}
+    for domain in listed_domains(listed):
+        assert domain.data is not None
+        about = domain.data.model_dump(exclude_unset=True)
+        for source in about["sources"]:
+            if source.get("path"):
+                source["path"] = str(root / user_path(source["path"]))
+        about["validation_rows"] = settings.validation_rows
+        found[domain.name] = TrainDataSettings.model_validate(about)
+    return found
 
 
 class Cell:
     """One seed: base, blocks, router and what is measured of them."""
 
-    def __init__(
-        self, settings: PsnBlocksSettings, seed: int, directory: Path,
-        say: Callable[[float, str], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: PsnBlocksSettings, seed: int, directory: Path, say: Say) -> None:
         self.settings, self.seed, self.directory, self.say = settings, seed, directory, say
-        self.names = [domain.name for domain in settings.domains]
+        self.about = domain_data(settings)
+        self.names = list(self.about)
         self.control = settings.control or self.names[0]
-        self.data = {n: read_train_data(d, Path()) for n, d in _domain_data(settings).items()}
+        self.parts = 2 * len(self.names) + 4
+        self.data = {name: read_train_data(d, Path()) for name, d in self.about.items()}
         self.longest = settings.pretrain.max_seq_length
 
     def run(self) -> dict[str, Any]:
-        corpus, tokenizer = corpus_of(self.settings), self.directory / "tokenizer"
+        corpus = train_data_settings(self.settings.corpus or "")
+        tokenizer = self.directory / "tokenizer"
         stories = read_train_data(corpus, Path())
         if not (tokenizer / "tokenizer_config.json").exists():
             texts = [text for data in (stories, *self.data.values()) for text in texts_of(data)]
@@ -195,7 +161,7 @@ class Cell:
         base = self.directory / "base"
 
         def progress(done: float, total: float, what: str = "") -> None:
-            self.say(done / max(1, total), f"base: {what}")
+            self.say(done / max(1, total) / self.parts, f"base: {what}")
 
         pretrained(
             self.settings.pretrain, base, corpus, self.seed, progress, tokenizer=str(tokenizer)
@@ -211,29 +177,27 @@ class Cell:
         self.rows = {
             part: {
                 name: encode_examples(
-                    getattr(data, part), self.tokenizer, _domain_data(self.settings)[name],
-                    self.longest,
+                    getattr(data, part), self.tokenizer, self.about[name], self.longest
                 ).rows
                 for name, data in self.data.items()
             }
             for part in ("train", "validation")
-        }  # fmt: skip
+        }
         self.store_path = self.directory / "store"
         of_base = fingerprint(open_checkpoint(base))
-        self.store = BlockStore(of_base, self.config)
+        self.store = BlockStore(base_fingerprint=of_base, config=self.config)
         if (self.store_path / "blocks.json").exists():
             self.store = read_store(self.store_path)
         orthogonality = self._train_all()
-        self.blocked.select(dict.fromkeys(self.names, 0.0))
-        zero = {name: mx.zeros((len(probe),)) for name in self.names}
-        identical = [mx.array_equal(before, model(probe)).item()]
-        self.blocked.select(zero)
-        identical.append(mx.array_equal(before, model(probe)).item())
+        identical = []
+        for zero in (0.0, mx.zeros((len(probe),))):
+            self.blocked.select(dict.fromkeys(self.names, zero))
+            identical.append(mx.array_equal(before, model(probe)).item())
         self.blocked.select({})
         losses = self._losses()
-        self.say(2 * len(self.names) + 2, "router")
+        self.say((self.parts - 2) / self.parts, "router")
         router = self._router()
-        self.say(2 * len(self.names) + 3, "answers")
+        self.say((self.parts - 1) / self.parts, "answers")
         return {
             "seed": self.seed, "domains": self.names, "control": self.control,
             "story_loss": loss, "story_loss_at_0": losses["base"]["stories"],
@@ -252,7 +216,7 @@ class Cell:
         measured = {}
         for place, (name, domain, kind) in enumerate(plans, 1):
             basis = self._basis(domain, kind)
-            if all(record.name != name for record in self.store.blocks):
+            if name not in self.store.blocks:
                 self._train(name, domain, basis, place)
             block = load_block(self.store_path, self.store, name)
             self.blocked.blocks[name] = block
@@ -327,7 +291,8 @@ class Cell:
 
         def on_step(state: Any, record: Any) -> None:
             timer.save_if_due(state.step, lambda: save_state(path, self.model, state, run_id))
-            self.say(place + state.step / settings.iters, f"{name}: loss {record['loss']:.3f}")
+            share = (place + state.step / settings.iters) / self.parts
+            self.say(share, f"{name}: loss {record['loss']:.3f}")
 
         def batches_at(step: int) -> list[Any]:
             chosen, width = plan.batch(step)
@@ -341,9 +306,9 @@ class Cell:
         self.store = add_block(
             self.store_path, self.store, name, block_arrays(block), shape.model_dump(mode="json")
         )
-        self.blocked.blocks = {}
-        for record in self.store.blocks:
-            self.blocked.blocks[record.name] = load_block(self.store_path, self.store, record.name)
+        self.blocked.blocks = {
+            name: load_block(self.store_path, self.store, name) for name in self.store.blocks
+        }
         self.model.eval()
 
     # --- what is measured -------------------------------------------------------------------------
@@ -397,7 +362,9 @@ class Cell:
         for example in examples:
             seen[example.label] = seen.get(example.label, 0) + 1
             most = SEARCHED if example.kind == "single" else MIXED
-            row = self._row(example)
+            row = encode_pair(
+                example.prompt, example.answer or "", self.tokenizer, "chat", 3 * self.longest
+            )
             if seen[example.label] <= most and row is not None:
                 searched.append(example)
                 rows.append(row)
@@ -441,12 +408,6 @@ class Cell:
             "single_right": sum(confusion[n][n] for n in self.names),
             "mixed": len(mixed), "mixed_right": matches, "outcomes": outcomes,
         }  # fmt: skip
-
-    def _row(self, example: RouterExample) -> Row | None:
-        record = {"prompt": example.prompt, "answer": example.answer}
-        about = TrainDataSettings.model_validate({"sources": "prompts"})
-        rows = encode_examples([make_example(record, "")], self.tokenizer, about).rows
-        return rows[0] if len(rows[0].tokens) <= 3 * self.longest else None
 
     def _set_losses(
         self, rows: Sequence[Row], wanted: list[tuple[int, frozenset[str]]]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from mlxstacks.data.settings import DomainData
+from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.settings import Force, Resume, Settings
 from mlxstacks.training.settings import Domain, PretrainSettings, StackRunSettings
@@ -40,7 +40,7 @@ class PsnStacksSettings(Settings):
     the same arithmetic.
     """
 
-    corpus: DomainData | None = Field(
+    corpus: str | TrainDataSettings | None = Field(
         None,
         description="Texts that the base is pretrained on. Default: nano's sample data.",
         json_schema_extra={"cli_type": "text"},
@@ -90,14 +90,18 @@ class BlockSettings(Settings):
 class PsnBlocksSettings(Settings):
     """Do blocks beside a frozen base, weighted by a router, hold capabilities?"""
 
-    corpus: DomainData | None = Field(
+    corpus: str | TrainDataSettings | None = Field(
         None,
         description="Texts that the base is trained on. Default: nano's sample data.",
         json_schema_extra={"cli_type": "text"},
     )
+    data: str | None = Field(
+        None, description="Directory with NAME.jsonl for each domain given by name only."
+    )
     domains: tuple[Domain, ...] = Field(
         (),
-        description="Domains, each with its data; a block is trained on each.",
+        description="Domains that get a block each, as in `mlxstacks stack`. Default: every "
+        "NAME.jsonl in `data`.",
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(
@@ -129,6 +133,8 @@ class PsnBlocksSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         names = [domain.name for domain in self.domains]
+        if not names:
+            return self
         for text in self.formats:
             name, _, pattern = text.partition("=")
             try:

@@ -13,7 +13,8 @@ control costs 6 P.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -23,9 +24,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.data import TrainDataSettings, data_notes, read_train_data
+from mlxstacks.data import TrainDataSettings, data_notes, read_train_data, train_data_settings
 from mlxstacks.errors import InputError
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.layers.spectrum import blocks_of, spectrum_of
@@ -62,6 +63,7 @@ CELLS = "cells"
 ARMS = ("on_pretrained", "on_random", "control")
 WORDS = {"on_pretrained": "pretrained base", "on_random": "random base", "control": "all weights"}
 Progress = Callable[..., None]
+Say = Callable[[float, str], None]
 
 
 def run(
@@ -76,41 +78,41 @@ def run(
     return run_study(_Stacks(settings, progress), dry_run=dry_run, progress=progress)
 
 
-def corpus_of(settings: Any) -> TrainDataSettings:
-    """The texts of the base, as `pretrain` takes them."""
-    return TrainDataSettings.model_validate(settings.corpus.model_dump(exclude_unset=True))
-
-
 def pretrained(
     settings: PretrainSettings, path: Path, data: Any, seed: int, progress: Any, **changes: Any
 ) -> None:
     """A model of `pretrain` at `path`, where there is none yet."""
-    if path.is_dir():
-        return
-    update = {"data": data, "save_path": str(path), "seed": seed, **changes}
-    pretrain.run(settings.model_copy(update=update), progress=progress)
+    if not path.is_dir():
+        update = {"data": data, "save_path": str(path), "seed": seed, **changes}
+        pretrain.run(settings.model_copy(update=update), progress=progress)
 
 
-class _Stacks(Study):
-    artifacts = provenance = (f"{CELLS}/*.json",)
+class SeedStudy(Study):
+    """Each seed is a step, whose figures are one file; settings have `seeds`, `corpus`, `data`."""
+
+    about: dict[str, str]
+    artifacts: Sequence[str] = (f"{CELLS}/*.json",)
+    provenance = (f"{CELLS}/*.json",)
     plot_formats = FORMATS
-    settings: PsnStacksSettings
+    settings: Any
 
-    def __init__(self, settings: PsnStacksSettings, progress: Progress | None) -> None:
+    def __init__(self, settings: Any, progress: Progress | None) -> None:
         self.settings, self.progress = settings, progress
         self.inputs = (settings.data,)
 
+    def data_of(self) -> dict[str, TrainDataSettings]:
+        """What is read, by name, where the study reads it itself."""
+        return {"corpus": train_data_settings(self.settings.corpus)}
+
     def planned(self) -> Result:
-        settings = self.settings
-        report = read_train_data(corpus_of(settings), Path()).report
+        reports = {n: read_train_data(data, Path()).report for n, data in self.data_of().items()}
+        shown = self.settings.model_dump(mode="json", exclude=PLACES)
         plan = {
-            **settings.model_dump(mode="json", exclude={"save_path", "force", "resume", "data"}),
-            "corpus_sha256": json_sha256([source["sha256"] for source in report["sources"]]),
+            **{key: value for key, value in shown.items() if key != "data"},
+            "sha256": {n: [x["sha256"] for x in r["sources"]] for n, r in reports.items()},
         }
-        return Result(
-            **ABOUT, status="planned", plan=plan, notes=tuple(data_notes("corpus", report)),
-            settings=settings.model_dump(mode="json", exclude={"save_path", "force", "resume"}),
-        )  # fmt: skip
+        notes = [note for name, report in reports.items() for note in data_notes(name, report)]
+        return Result(**self.about, status="planned", plan=plan, notes=tuple(notes), settings=shown)
 
     def steps(self, work: Path) -> Iterator[Step]:
         for place, seed in enumerate(self.settings.seeds):
@@ -118,48 +120,63 @@ class _Stacks(Study):
             yield Step(f"seed-{seed}", partial(self._seed, work, seed, place, name), (name,))
 
     def _seed(self, work: Path, seed: int, place: int, name: str, out: Path) -> None:
-        settings, cell = self.settings, work / CELLS / str(seed)
-        cell.mkdir(parents=True, exist_ok=True)
+        def say(share: float, what: str) -> None:
+            if self.progress:
+                self.progress(place + share, len(self.settings.seeds), f"seed {seed}, {what}")
 
-        def progress_of(what: str, part: int) -> Progress | None:
-            if self.progress is None:
-                return None
-            tell, total = self.progress, 5 * len(settings.seeds)
-            return lambda done, all_, words="": tell(
-                5 * place + part + done / max(1, all_), total, f"seed {seed}, {what}: {words}"
-            )
-
-        corpus, base, random = corpus_of(settings), cell / "pretrained", cell / "random"
-        pretrained(settings.pretrain, base, corpus, seed, progress_of("base", 0))
-        pretrained(settings.pretrain, random, corpus, seed, None, iters=0, tokenizer=str(base))
-        record: dict[str, Any] = {"seed": seed, "arms": {}}
-        for part, (arm, model) in enumerate(zip(ARMS[:2], (base, random), strict=True), 1):
-            store = cell / arm
-            update = {
-                "model": str(model), "data": settings.data, "domains": settings.domains,
-                "save_path": str(store), "seed": seed, "rounds": 1,
-            }  # fmt: skip
-            run_settings = settings.stack.model_copy(update=update)
-            result = stack_run.run(run_settings, progress=progress_of(WORDS[arm], part))
-            record["arms"][arm] = _arm_record(result, Store.open(store))
-        directory = cell / "control"
-        directory.mkdir(exist_ok=True)
-        control = run_settings.model_copy(update={"save_path": str(directory / "none")})
-        record["arms"]["control"] = _control(
-            control, record["arms"]["on_random"], settings.control_learning_rate, directory,
-            progress_of(WORDS["control"], 3),
-        )  # fmt: skip
-        losses = Result.open(base).data["validation"]
-        record["base"] = {
-            "loss_before": losses[0]["validation_loss"],
-            "loss": losses[-1]["validation_loss"],
-        }
+        directory = work / CELLS / str(seed)
+        directory.mkdir(parents=True, exist_ok=True)
+        record = self.cell(seed, directory, say)
         (out / name).parent.mkdir(parents=True)
         write_json(out / name, plain(record))
 
     def conclude(self, work: Path) -> Result:
         names = [f"{CELLS}/seed-{seed}.json" for seed in self.settings.seeds]
-        return concluded([read_object((work / name).read_bytes()) for name in names])
+        cells = [read_object((work / name).read_bytes()) for name in names]
+        return Result(**self.about, status="done", **self.concluded(cells))
+
+    @abstractmethod
+    def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
+        """The figures of a seed. say: (share of it that is done, what)."""
+
+    @abstractmethod
+    def concluded(self, cells: list[dict[str, Any]]) -> dict[str, Any]:
+        """Fields of the result."""
+
+
+class _Stacks(SeedStudy):
+    about = ABOUT
+
+    def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
+        settings = self.settings
+
+        def part(what: str, number: int) -> Progress:
+            return lambda done, total, words="": say(
+                (number + done / max(1, total)) / 4, f"{what}: {words}"
+            )
+
+        corpus, base, random = settings.corpus, directory / "pretrained", directory / "random"
+        pretrained(settings.pretrain, base, corpus, seed, part("base", 0))
+        pretrained(settings.pretrain, random, corpus, seed, None, iters=0, tokenizer=str(base))
+        arms: dict[str, Any] = {}
+        for number, (arm, model) in enumerate(zip(ARMS[:2], (base, random), strict=True), 1):
+            update = {
+                "model": str(model), "data": settings.data, "domains": settings.domains,
+                "save_path": str(directory / arm), "seed": seed, "rounds": 1,
+            }  # fmt: skip
+            of_arm = settings.stack.model_copy(update=update)
+            result = stack_run.run(of_arm, progress=part(WORDS[arm], number))
+            arms[arm] = _arm_record(result, Store.open(directory / arm))
+        of_control = of_arm.model_copy(update={"save_path": str(directory / "none")})
+        arms["control"] = _control(
+            of_control, arms["on_random"], settings.control_learning_rate, directory / "control",
+            part(WORDS["control"], 3),
+        )  # fmt: skip
+        losses = [r["validation_loss"] for r in Result.open(base).data["validation"]]
+        return {"seed": seed, "arms": arms, "base": {"loss_before": losses[0], "loss": losses[-1]}}
+
+    def concluded(self, cells: list[dict[str, Any]]) -> dict[str, Any]:
+        return concluded(cells)
 
 
 def _arm_record(result: Result, store: Store) -> dict[str, dict[str, Any]]:
@@ -183,9 +200,10 @@ def _arm_record(result: Result, store: Store) -> dict[str, dict[str, Any]]:
 
 def _control(
     settings: StackRunSettings, stacks: Mapping[str, Mapping[str, Any]], rate: float,
-    directory: Path, progress: Progress | None,
+    directory: Path, progress: Progress,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Every weight of the base, trained on the rows of the stacks. stacks: their figures."""
+    directory.mkdir(exist_ok=True)
     setup = set_up(settings, None)
     model = setup.model
     mx.eval(model.parameters())
@@ -209,8 +227,7 @@ def _control(
             place: int = place, steps: int = optimizer.steps, name: str = plan.name,
         ) -> None:  # fmt: skip
             timer.save_if_due(state.step, lambda: save_state(path, model, state, run))
-            if progress:
-                progress(place + state.step / steps, len(setup.to_train), name)
+            progress(place + state.step / steps, len(setup.to_train), name)
 
         every = max(1, settings.steps_per_eval // settings.grad_accumulation_steps)
         train(
@@ -235,8 +252,8 @@ def _projections(setup: StackSetup) -> dict[str, mx.array]:
     return {target.path: layers[target.path].weight for target in setup.targets}
 
 
-def concluded(cells: list[dict[str, Any]]) -> Result:
-    """The result of the seeds' figures."""
+def concluded(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fields of the result."""
     domains = list(cells[0]["arms"]["control"])
 
     def of(arm: str, domain: str, key: str) -> list[float]:
@@ -267,7 +284,7 @@ def concluded(cells: list[dict[str, Any]]) -> Result:
     worse = [d for d in domains if min(differences[d]["random_less_pretrained"]) > 0]
     gap = fmean(x for d in domains for x in differences[d]["random_less_pretrained"])
     kept = fmean(x for d in domains for x in differences[d]["control_less_random"])
-    base = interval([cell["base"]["loss"] for cell in cells])
+    base = [cell["base"]["loss"] for cell in cells]
     seeds = len(cells)
     verdict = (
         f"The same stacks end at a higher loss on the random base than on the pretrained one in "
@@ -276,24 +293,17 @@ def concluded(cells: list[dict[str, Any]]) -> Result:
         f"{abs(kept):.3f} nats {'below' if kept < 0 else 'above'} the stacks on it."
     )
     steps = {arm: sum(cells[0]["arms"][arm][d]["steps"] or 0 for d in domains) for arm in ARMS}
-    return Result(
-        **ABOUT, status="done", verdict=verdict,
-        outcome=f"worse on a random base in {len(worse)} of {len(domains)} domains",
-        data={"cells": cells, "domains": figures, "differences": differences, "base_loss": base,
-              "steps": steps},
-        blocks=_blocks(domains, figures, differences, interval),
-        notes=(
-            f"Loss of the pretrained base on its corpus: {_text(base)} nats per token.",
+    return {
+        "verdict": verdict,
+        "outcome": f"worse on a random base in {len(worse)} of {len(domains)} domains",
+        "data": {"cells": cells, "domains": figures, "differences": differences,
+                 "base_loss": interval(base), "steps": steps},
+        "blocks": _blocks(domains, figures, differences, interval),
+        "notes": (
+            f"Loss of the pretrained base on its corpus: {fmean(base):.3f} nats per token.",
             f"Optimizer steps: {steps['on_random']:,} of stacks, {steps['control']:,} of control.",
         ),
-    )  # fmt: skip
-
-
-def _text(interval: dict[str, Any] | None) -> str:
-    cell = cell_of(interval)
-    if isinstance(cell, tuple):
-        return f"{cell[0]:.3f} ({cell[1]:.3f} to {cell[-1]:.3f})"
-    return "unknown" if cell is None else f"{cell:.3f}"
+    }  # fmt: skip
 
 
 def _blocks(
