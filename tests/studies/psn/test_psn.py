@@ -173,7 +173,7 @@ def test_conditions_hold_or_fail_by_name(changes: dict[str, Any], fails: str) ->
 def test_what_cannot_be_used_is_refused(tmp_path: Path, data: dict[str, str]) -> None:
     with pytest.raises(InputError, match="two domains or more"):
         blocks.run(PsnBlocksSettings.model_validate({
-            "corpus": data["stories"], "domains": domains(data)[:1], "save_path": str(tmp_path / "o")
+            "corpus": data["stories"], "domains": domains(data)[:1], "save_path": str(tmp_path)
         }))  # fmt: skip
     with pytest.raises(ValueError, match="give NAME=REGEX"):
         PsnBlocksSettings(domains=("code",), formats=("math=x",))

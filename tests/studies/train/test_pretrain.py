@@ -17,11 +17,14 @@ from mlxstacks.data.sources import TEXT_CHARACTERS, read_in_order, train_data_se
 from mlxstacks.errors import InputError
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.train import pretrain
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import PretrainSettings, StackRunSettings
 from tests.studies.train.test_kill import wait_for_start
 from tests.studies.train_cases import write_data
+from tests.training.test_group import needs_sockets
 from tests.warm import ended, start_command_line
+from tools.nano.workers import run_in_processes
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 270,
@@ -41,6 +44,11 @@ def texts(tmp_path: Path) -> Path:
 def settings_to(target: Path, data: Path, **changes: Any) -> PretrainSettings:
     values = SHAPE | {"data": str(data), "save_path": str(target), "iters": 12} | changes
     return PretrainSettings(**values)
+
+
+def command_of(settings: PretrainSettings) -> list[str]:
+    given = settings.model_dump(exclude_unset=True).items()
+    return ["pretrain", *(f"--{name.replace('_', '-')}={value}" for name, value in given)]
 
 
 def test_paragraphs_of_a_text_file_make_rows(texts: Path) -> None:
@@ -107,9 +115,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path, te
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     changes = {"save_every": 1, "steps_per_report": 1, "iters": 20}
     pretrain.run(settings_to(whole, texts, **changes))
-    command = ["pretrain"]
-    for name, value in settings_to(killed, texts, **changes).model_dump(exclude_unset=True).items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
+    command = command_of(settings_to(killed, texts, **changes))
     log, kills = work_path(killed) / "log.jsonl", 0
     for pause in (0.0, 0.05, 0.1):
         before = log.stat().st_size if log.exists() else 0
@@ -123,3 +129,13 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path, te
     assert kills
     for name in FILES:
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@needs_sockets
+def test_two_processes_train_like_one(tmp_path: Path, texts: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    pretrain.run(settings_to(one, texts))
+    run_in_processes("mlxstacks", command_of(settings_to(two, texts)), 2)
+    assert Result.open(two).data["processes"] == 2
+    weights = [mx.load(str(path / FILES[0])) for path in (one, two)]
+    assert all(mx.allclose(w, weights[1][name], atol=1e-3).item() for name, w in weights[0].items())
