@@ -111,7 +111,7 @@ def test_a_vocabulary_that_the_text_does_not_give_is_refused(tmp_path: Path, tex
         pretrain.run(settings_to(tmp_path / "model", texts, vocab_size=5000), dry_run=True)
 
 
-def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path, texts: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, texts: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     changes = {"save_every": 1, "steps_per_report": 1, "iters": 20}
     pretrain.run(settings_to(whole, texts, **changes))
