@@ -50,22 +50,20 @@ def concluded(cells: Cells) -> dict[str, Any]:
         )  # fmt: skip
     if shuffled in structure.get(control, {}):
         arms = structure[control]
-        none = arms[shuffled][1] <= arms["base"][2]
+        # where the block itself shows none, there is nothing to control
+        none = arms[shuffled][1] <= arms["base"][2] if effects[control] else None
         conditions["(e) shuffled block shows no such effect"] = (_percent(arms[shuffled]), none)
-    met = sum(bool(holds) for _, holds in conditions.values())
-    failed = [name for name, (_, holds) in conditions.items() if not holds]
-    verdict = f"{met} of {len(conditions)} conditions hold over {len(cells)} seeds"
+    asked = {name: holds for name, (_, holds) in conditions.items() if holds is not None}
+    failed = [name for name, holds in asked.items() if not holds]
+    met = f"{len(asked) - len(failed)} of {len(asked)} conditions hold"
+    verdict = f"{met} over {len(cells)} seeds"
     verdict += f"; not {', '.join(failed)}." if failed else "."
     slices = [
-        mean_interval(
-            [
-                c["losses"][f"{d}-slice"][d] - c["losses"][d][d] for c in cells
-            ]
-        ).as_json()
+        mean_interval([c["losses"][f"{d}-slice"][d] - c["losses"][d][d] for c in cells]).as_json()
         for d in domains
-    ]  # fmt: skip
+    ]
     return {
-        "verdict": verdict, "outcome": f"{met} of {len(conditions)} conditions hold",
+        "verdict": verdict, "outcome": met,
         "data": {
             "cells": list(cells), "structure": structure, "single": single, "mixed": mixed,
             "slice_less_block": dict(zip(domains, slices, strict=True)),
@@ -136,13 +134,12 @@ def _blocks(
             for best, count in found.items():
                 outcomes[label, best] = outcomes.get((label, best), 0) + count
     arms = list(dict.fromkeys(arm for of in structure.values() for arm in of))
-    shares = [
-        (arm, *(of.get(arm) for of in structure.values())) for arm in arms
-    ]  # fmt: skip
+    shares = [(arm, *(of.get(arm) for of in structure.values())) for arm in arms]
     blocks: list[Block] = [
         Table.of("conditions", "Conditions", {"condition": "text", "measured": "text",
                  "holds": "text"},
-                 [(n, m, "yes" if h else "no") for n, (m, h) in conditions.items()]),
+                 [(n, m, "not asked" if h is None else "yes" if h else "no")
+                  for n, (m, h) in conditions.items()]),
         Table.of("losses", "Loss on held-out rows", columns, losses,
                  caption="Nats per token, means over seeds with 95% intervals. base: no block; "
                  "NAME: that block alone; ungated: a block of each domain; -slice: may write into "
