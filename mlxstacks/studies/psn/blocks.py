@@ -3,7 +3,7 @@
 Of each seed, in `cells/SEED/` of the work directory:
 
     tokenizer, base     of all texts; a model of `pretrain` on the corpus alone
-    store               blocks.json and the blocks, each trained alone beside the base:
+    store               blocks.json, the router, and the blocks, each trained alone beside the base:
                         DOMAIN, DOMAIN-slice, and CONTROL-shuffled
     NAME.state.safetensors   the state of the block under way
 
@@ -40,6 +40,7 @@ from mlxstacks.evaluate import batches_of, evaluate_mean_loss, evaluate_row_loss
 from mlxstacks.files.block_store import BlockStore, add_block, read_store
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.router_file import write_router
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.blocks import (
     BlockedDecoder,
@@ -51,7 +52,7 @@ from mlxstacks.layers.blocks import (
 from mlxstacks.layers.nullspace import NullBasis, null_basis
 from mlxstacks.routing.features import PromptFeatures
 from mlxstacks.routing.outcomes import RouterExample, Rules, blended, search_all, targets_of
-from mlxstacks.routing.router import CHAT_FLOOR, decide
+from mlxstacks.routing.router import ROUTER_FILE, decide
 from mlxstacks.routing.router_metrics import sigmoid
 from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
@@ -381,6 +382,13 @@ class Cell:
         with evaluating(self.model):
             features = PromptFeatures(self.model, self.tokenizer, max_tokens=2 * self.longest)
             trained = train_router(examples, targets, features, settings, domains=self.names)
+            header = trained.header(
+                "base", self.store.base_fingerprint,
+                {name: (self.store.blocks[name].sha256,) for name in self.names},
+            )  # fmt: skip
+            path = self.store_path / ROUTER_FILE
+            path.unlink(missing_ok=True)
+            write_router(path, trained.tensors(), header)
             tests = self._examples("validation", self.settings.prompts)
             parts = []
             for start in range(0, len(tests), 16):
@@ -456,7 +464,7 @@ class Cell:
         weights = self.arms.get(arm, {})
         if arm == "routed":
             scores = dict(zip(self.names, self.scores[example.row_id].tolist(), strict=True))
-            weights = dict(decide(scores, chat_floor=CHAT_FLOOR).weights)
+            weights = dict(decide(scores).weights)
         self.blocked.select(weights)
         prompt = prompt_tokens([{"role": "user", "content": example.prompt}], self.tokenizer)
         with evaluating(self.model):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from mlxstacks.data.rows import row_of
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.block_store import verify_blocks
+from mlxstacks.routing.blocks import RoutedBlocks
 from mlxstacks.studies.psn import blocks, stacks
 from mlxstacks.studies.psn.report import concluded
 from mlxstacks.studies.psn.settings import PsnBlocksSettings, PsnStacksSettings
@@ -116,6 +117,17 @@ def test_blocks_end_with_the_same_bytes_when_stopped(tmp_path: Path, data: dict[
     assert verify_blocks(tmp_path / "stopped" / "cells" / "3" / "store") == names[:-1]
     figures = [Result.open(tmp_path / name).data["cells"] for name in ("whole", "stopped")]
     assert figures[0] == figures[1]
+    # a finished run answers again: its router chooses, and its blocks answer
+    cells = tmp_path / "whole" / "cells" / "3"
+    routed = RoutedBlocks.load(cells / "base", cells / "store")
+    route = routed.route("How much is 3 and 3?")
+    assert {*route.scores} == {"code", "math"}
+    assert routed.model.model._weights == route.weights
+    assert isinstance(routed.generate("How much is 3 and 3?", 2), str)
+    pretrained = cells / "base" / "model.safetensors"
+    pretrained.write_bytes(pretrained.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(StoreError, match="beside another base"):
+        RoutedBlocks.load(cells / "base", cells / "store")
 
 
 def test_shuffled_answers_keep_their_tokens_and_the_end_mark() -> None:
