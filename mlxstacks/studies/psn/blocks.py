@@ -29,6 +29,7 @@ from mlxstacks.data import (
     Row,
     TrainDataSettings,
     encode_examples,
+    encode_pair,
     make_batch,
     read_train_data,
     train_data_settings,
@@ -59,7 +60,6 @@ from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.psn.report import concluded
 from mlxstacks.studies.psn.settings import PsnBlocksSettings
 from mlxstacks.studies.psn.stacks import CELLS, Progress, Say, SeedStudy, pretrained
-from mlxstacks.studies.route.data import encode_pair
 from mlxstacks.studies.stack.plan import data_root, listed_domains
 from mlxstacks.studies.train.pretrain import texts_of
 from mlxstacks.studies.train.setup import SaveTimer
