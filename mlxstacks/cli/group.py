@@ -115,6 +115,10 @@ class _Translating(click.Command):
             of_mlx_lm |= word == "-m" and value.isdigit() and not Path(value).exists()
             if of_mlx_lm:
                 self._refuse(f"{word} {value}", word, ctx)
+        for word in own:
+            # click would take -ngl for -n -g -l
+            if word[:1] == "-" and word[1:].isalpha() and len(word) > 2:
+                self._refuse(word, word, ctx)
         try:
             return super().parse_args(ctx, self._spread(self._translated(own)) + args[end:])
         except click.NoSuchOption as error:

@@ -123,12 +123,12 @@ def _with_ends_marked(chat: Chat) -> Chat:
 
     turns = [{**_mapped(turn, put), "role": turn["role"]} for turn in chat.turns]
     chat = _with_fewer_literals(chat, replace(chat, turns=turns, tools=_mapped(chat.tools, put)))
-    unknown = {role for turn in chat.turns if not _is_known(role := turn["role"], source)}
+    unknown = {role for turn in chat.turns if not is_known_role(role := turn["role"], source)}
     # In each place: a template may change its case.
     marked = _with_roles(chat, {role: f"{mark}{mark.join(role)}{mark}" for role in unknown})
     try:
         return _with_fewer_literals(chat, marked)
-    except InputError as error:  # looked up in a way that `_is_known` does not see
+    except InputError as error:  # looked up in a way that `is_known_role` does not see
         literals = _count_literals(chat)
         with suppress(InputError):
             if literals <= _count_literals(_with_roles(chat, dict.fromkeys(unknown, "user"))):
@@ -157,7 +157,7 @@ def _count_literals(chat: Chat) -> Counter[str]:
     return Counter(special_literals(chat.prompt(), chat.tokenizer))
 
 
-def _is_known(role: str, template: str) -> bool:
+def is_known_role(role: str, template: str) -> bool:
     """Whether templates write this role or this one has it, in any case, as a quoted literal."""
     name, source = role.lower(), template.lower()
     is_quoted = f"'{name}'" in source or f'"{name}"' in source

@@ -4,6 +4,7 @@ A record is one JSON object: `messages` (and `tools`), or `prompt` and `completi
 or `text`. Examples are encoded in the chat template of the tokenizer or in the alpaca template.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from mlxstacks.data.chat import (
     REASONING_KEYS,
     Chat,
+    is_known_role,
     open_chat,
     prompt_tokens,
     reasoning_of,
@@ -213,6 +215,7 @@ class RowNotes:
         self._tokenizer, self._rendering = tokenizer, rendering
         self._special = self._with_reasoning = self._without = self._by_key = 0
         self._literals: dict[str, None] = {}
+        self._roles: Counter[str] = Counter()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """A record of one of the forms that `encode_record` takes."""
@@ -230,11 +233,17 @@ class RowNotes:
         self._with_reasoning += any(thoughts)
         self._without += bool(answers) and not any(thoughts)
         self._by_key += any(turn.get(key) for turn in answers for key in REASONING_KEYS)
+        self._roles.update({turn["role"] for turn in turns})
 
     def lines(self) -> list[str]:
         """Sentences, none where rows and settings agree."""
         mode, source = self._rendering.thinking, template_text(self._tokenizer)
-        lines = []
+        lines = [
+            f"{_rows(count)} with the role {role!r}, which the chat template does not name: it is "
+            "written as it stands, and its text counts as prompt."
+            for role, count in self._roles.most_common()
+            if not is_known_role(role, source)
+        ][:3]
         if self._special and not self._rendering.allow_special:
             shown = ", ".join(list(self._literals)[:3])
             lines.append(

@@ -13,6 +13,7 @@ from mlxstacks.fuse.fidelity import Sums, dot
 from mlxstacks.ops import float_grids
 from mlxstacks.ops.affine import Array, dequantize, pack, round_to, unpack
 from mlxstacks.ops.float_grids import FloatGroups
+from mlxstacks.ops.gptq import InputStatistics, round_rows
 from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize, shift
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
@@ -23,7 +24,7 @@ GROUPS_AT_ONCE = 2048
 class Decision:
     """What happens to a module in one stage.
 
-    policy: a name of `ops.policies.POLICIES`, "shift" or "dequantize", or "add" for modules
+    policy: a name of `ops.policies.POLICIES`, "gptq", "shift" or "dequantize", or "add" for modules
     without quantization. bits: width afterwards, None when the module is not quantized then; mode:
     its grid then. on_device: refit by the default device's own mx.quantize.
     """
@@ -127,6 +128,11 @@ def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:
     if stage.delta.shape != state.codes.shape:  # an earlier stage went to other groups
         rounded = None if stage.rounded is None else stage.rounded.reshape(state.codes.shape)
         stage = replace(stage, delta=stage.delta.reshape(state.codes.shape), rounded=rounded)
+    if decision.policy == "gptq":  # nothing is known of the inputs, or the grid is not affine
+        same = decision.bits == state.bits and (decision.mode == "affine") == isinstance(
+            state, Groups
+        )
+        decision = replace(decision, policy="nearest" if same else "promote")
     if decision.policy == "dequantize":
         if isinstance(state, FloatGroups):
             values = round_to(state.values(), state.dtype)
@@ -181,6 +187,29 @@ def _add(state: Dense, stage: StageInput) -> Dense:
     is_refit = stage.decision.policy == "refit"
     delta = _rounded(stage, state.dtype) if is_refit else stage.delta
     return Dense(round_to(state.values_ + delta, state.dtype), state.dtype)
+
+
+def run_gptq(
+    groups: Groups, decision: Decision, delta: Array, inputs: InputStatistics
+) -> tuple[Groups, Sums]:
+    """Whole rows after a stage by gptq, on the grid that nearest or promote gives each group, and
+    its sums: those of changes are of what the changes do to the outputs.
+
+    Shapes: delta (rows, K) float32.
+    """
+    change = Change(delta.reshape(groups.codes.shape), None, decision.bits)
+    policy = "nearest" if decision.bits == groups.bits else "promote"
+    old = groups.values()
+    grid = requantize(groups, change, policy)
+    after = round_rows((old + change.delta).reshape(delta.shape), grid, inputs)
+    moved = (after.values() - old).reshape(delta.shape)
+    sums = measure(groups, after, change.delta, None)
+    wanted, made = delta @ inputs.root, moved @ inputs.root
+    outputs = replace(
+        sums, delta_delta=dot(wanted, wanted), fused_delta=dot(made, wanted),
+        fused_fused=dot(made, made), error_error=dot(made - wanted, made - wanted),
+    )  # fmt: skip
+    return after, outputs
 
 
 def measure(before: State, after: State, delta: Array, at_zero: State | None) -> Sums:

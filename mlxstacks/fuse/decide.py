@@ -58,7 +58,7 @@ def mode_of(state: State) -> str:
 
 
 def policy_name(decision: Decision) -> str:
-    """A decision as the reports name it: "nearest", "promote-6", "dequantize", "add"."""
+    """A decision as the reports name it: "nearest", "promote-6", "gptq", "dequantize", "add"."""
     return f"promote-{decision.bits}" if decision.policy == "promote" else decision.policy
 
 
@@ -78,7 +78,8 @@ def decide(
         choice.tried[stage] = {}
         decision = _decide_stage(module, stage, settings, sample, choice, full_pass)
         choice.decisions[stage] = decision
-        if estimate_all and policy_name(decision) not in choice.tried[stage]:
+        known = decision.policy == "gptq" or policy_name(decision) in choice.tried[stage]
+        if estimate_all and not known:
             choice.tried[stage][policy_name(decision)] = sample.estimate(decision)
         if stage != max(module.stages):
             sample.advance(decision)
@@ -114,10 +115,12 @@ def _decide_stage(
         if problem := _cannot_shift(module, stage, sample.state):
             raise InputError(problem)
         return Decision("shift", bits)
-    if settings.requant == "auto" and wanted in (None, bits):
+    if settings.requant in ("auto", "gptq") and wanted in (None, bits):
         marked = _as_trained(module, stage, sample.state)
         if marked is not None:
             return marked
+    if settings.requant == "gptq":
+        return gptq(wanted or bits, sample.state)
     if settings.requant in ("keep", "stochastic"):
         return Decision(settings.requant, bits, mode=mode)
     if settings.requant == "nearest" or (settings.requant == "auto" and wanted == bits):
@@ -164,13 +167,21 @@ def _cannot_shift(module: Module, stage: int, state: Groups | FloatGroups) -> st
     )
 
 
+def gptq(wanted: int, state: Groups | FloatGroups) -> Decision:
+    """Codes by gptq on the grid that is there, or on the affine one of `wanted` bits."""
+    finer = _is_finer(wanted, state.bits, mode_of(state))
+    return Decision("gptq", wanted, mode="affine" if finer else mode_of(state))
+
+
 def _is_finer(wanted: int, bits: int, mode: str) -> bool:
     """Whether an affine grid of `wanted` bits is finer than what is there."""
     return wanted > bits or (mode == "mxfp8" and wanted == bits)
 
 
 def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None, mode: str) -> None:
-    if wanted is None or policy == "refit" or (policy == "auto" and wanted >= bits):
+    if wanted is None or policy == "refit":
+        return
+    if policy in ("auto", "gptq") and wanted >= bits:
         return
     if policy == "promote" and _is_finer(wanted, bits, mode):
         return
@@ -178,9 +189,11 @@ def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None, mo
         return
     raise InputError(
         f"bits asks {wanted} for {path}, which has {bits}; requant {policy} allows "
-        + {"promote": "more bits only", "auto": f"{bits} or more", "dequantize": "none"}.get(
-            policy, f"{bits} only"
-        )
+        + {
+            "promote": "more bits only",
+            "dequantize": "none",
+            **dict.fromkeys(("auto", "gptq"), f"{bits} or more"),
+        }.get(policy, f"{bits} only")
         + "; refit allows any"
     )
 
@@ -257,7 +270,7 @@ class Width:
     noise: float
 
 
-def widths(module: Module) -> list[Width]:
+def widths(module: Module, by_gptq: bool = False) -> list[Width]:
     """A quantized module as it is fused at its own bits and at all wider ones; else as it is.
 
     Of several adapters the last is estimated, as if the others had been fused without loss.
@@ -269,8 +282,11 @@ def widths(module: Module) -> list[Width]:
         return [Width(Decision("add", None), 0.0, 0.0)]
     mode = mode_of(state)
     same = _as_trained(module, max(module.stages), state)
+    wider = [bits for bits in PROMOTED_BITS if _is_finer(bits, state.bits, mode)]
+    if by_gptq and same is None:  # its error is rounding alone
+        return [Width(gptq(b, state), 0.0, 4.0**-b) for b in (state.bits, *wider)]
     decisions = [same or Decision("nearest", state.bits, mode=mode)]
-    decisions += [Decision("promote", b) for b in PROMOTED_BITS if _is_finer(b, state.bits, mode)]
+    decisions += [Decision("promote", bits) for bits in wider]
     found = []
     for decision in decisions:
         figures = sample.estimate(decision)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +25,7 @@ from mlxstacks.fuse.blocks import (
     join,
     measure_together,
     part_of,
+    run_gptq,
     run_stages,
 )
 from mlxstacks.fuse.delta import LowRankDelta, dora_delta
@@ -32,12 +33,15 @@ from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
 from mlxstacks.ops.float_grids import MODES, PROMOTED_GROUP_SIZE, FloatGroups
+from mlxstacks.ops.gptq import InputStatistics
 from mlxstacks.ops.policies import Groups
 from mlxstacks.study.document import RESULT
 
 # Rows handed to a worker at once: about a million weights, 4 MiB of delta in float32. No fewer than
 # of the experts that share a product.
 _WEIGHTS_PER_TASK = 1 << 20
+# GPTQ takes a column at a time: below some thousand rows it would wait for Python more than count.
+_WEIGHTS_PER_GPTQ_TASK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,14 @@ class Module:
 
     stages: index of the stage -> the adapter's match; a stage without this module is absent.
     merge_ready: stage -> "pooled" or "grid", of adapters that were trained so.
+    moments: (K, K) float32, second moments of the module's inputs, where they were measured.
     """
 
     path: str
     stored: StoredWeight
     stages: dict[int, Match]
     merge_ready: dict[int, str] = field(default_factory=dict)
+    moments: Array | None = None
 
     @property
     def dtype(self) -> str:
@@ -135,6 +141,7 @@ class Task:
     magnitudes: of stages with DoRA, of these rows; their delta is then that of the direction.
     low_rank: the delta of the only stage, where a kernel shall multiply it; no rows of it are in
         `stages` then.
+    inputs: of the module, where the only stage is by gptq.
     """
 
     module: Module
@@ -144,6 +151,7 @@ class Task:
     seed: int
     magnitudes: dict[int, Array] = field(default_factory=dict)
     low_rank: LowRankDelta | None = None
+    inputs: InputStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,11 @@ def tasks(
         if stage in decisions
     }
     with_rounded = [decisions[s].policy in ("refit", "nearest") for s in deltas]
-    rows_per_task = max(1, _WEIGHTS_PER_TASK // module.stored.input_dims)
+    inputs = None
+    if module.moments is not None and any(d.policy == "gptq" for d in decisions.values()):
+        inputs = InputStatistics.of(module.moments)
+    weights_per_task = _WEIGHTS_PER_TASK if inputs is None else _WEIGHTS_PER_GPTQ_TASK
+    rows_per_task = max(1, weights_per_task // module.stored.input_dims)
     if low_rank:
         ((stage, delta),) = deltas.items()
         share = decisions[stage], np.empty((0, delta.width), np.float32), None
@@ -202,7 +214,7 @@ def tasks(
                 and (magnitude := match.module.magnitude) is not None
                 and not zero
             }
-            yield Task(module, first, last, shares, seed, magnitudes)
+            yield Task(module, first, last, shares, seed, magnitudes, inputs=inputs)
 
 
 def _cut(rows: Array | None, part: slice) -> Array | None:
@@ -225,6 +237,8 @@ def _run_task(task: Task, keep_output: bool) -> Done:
     state = module.read(task.first, task.last)
     if task.magnitudes:
         task = _with_dora_deltas(task, state.values().reshape(task.last - task.first, -1))
+    if task.inputs is not None and isinstance(state, Groups):
+        return _run_gptq_task(task, state, task.inputs, keep_output)
     # A plain weight has no groups; blocks of 64 serve just as well.
     width = module.stored.group_size or module.stored.input_dims
     regrouped = join([state], width)
@@ -246,6 +260,15 @@ def _run_task(task: Task, keep_output: bool) -> Done:
             outputs.append(after)
     chunks = _encode(module, width, outputs) if keep_output else {}
     return Done((task.last - task.first) * module.stored.input_dims, chunks, total)
+
+
+def _run_gptq_task(task: Task, state: Groups, inputs: InputStatistics, keep_output: bool) -> Done:
+    ((stage, (decision, delta, _)),) = task.stages.items()
+    module, width = task.module, state.codes.shape[1]
+    after, sums = run_gptq(state, decision, delta, inputs)
+    check_delta(module.path, sums)
+    chunks = _encode(module, width, [after]) if keep_output else {}
+    return Done(delta.size, chunks, {stage: sums})
 
 
 def _with_dora_deltas(task: Task, weights: Array) -> Task:
@@ -349,12 +372,13 @@ def check_range(info: TensorInfo, values: Array, dtype: str) -> None:
 
 
 def gather_modules(
-    checkpoint: Checkpoint, settings: FuseSettings
+    checkpoint: Checkpoint, settings: FuseSettings, moments: Mapping[str, Array] | None = None
 ) -> tuple[list[Module], list[str]]:
     """The modules that the adapters change, in the order of the checkpoint's tensors; and notes.
 
-    A note says what a reader should know of the inputs: a base that an adapter names and that
-    cannot be verified, a mismatch that was overridden, a model that is a fused one already.
+    moments: by path, see `Module`. A note says what a reader should know of the inputs: a base that
+    an adapter names and that cannot be verified, a mismatch that was overridden, a model that is a
+    fused one already.
 
     Raises: AdapterError, CheckpointError for what does not fit; InputError for a pattern of `bits`
         that matches nothing.
@@ -384,7 +408,7 @@ def gather_modules(
             )
     order = {name: index for index, name in enumerate(checkpoint.tensors)}
     modules = [
-        Module(path, by_stage[min(by_stage)].stored, by_stage, marks)
+        Module(path, by_stage[min(by_stage)].stored, by_stage, marks, (moments or {}).get(path))
         for path, by_stage in stages.items()
     ]
     return sorted(modules, key=lambda module: order[module.stored.weight.name]), notes

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -44,6 +44,7 @@ from mlxstacks.fuse.rewrite import (
     write_shards,
 )
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.affine import Array
 from mlxstacks.ops.kernels import backend
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result
@@ -73,14 +74,29 @@ def run(
 
 
 def run_command(
-    settings: FuseSettings, *, dry_run: bool = False, progress: ProgressCallback | None = None
+    settings: FuseSettings,
+    moments: Mapping[str, Array] | None = None,
+    notes: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> Result:
-    """`mlxstacks fuse`: the same as `run`, and what it wrote as `result.json`."""
-    return _Fuse(settings, progress).run(dry_run)[1]
+    """`mlxstacks fuse`: the same as `run`, and what it wrote as `result.json`.
+
+    moments: see `Module`. notes: for the result, on them.
+    """
+    fuse = _Fuse(settings, progress, moments)
+    fuse.notes += notes
+    return fuse.run(dry_run)[1]
 
 
 class _Fuse:
-    def __init__(self, settings: FuseSettings, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        settings: FuseSettings,
+        progress: ProgressCallback | None,
+        moments: Mapping[str, Array] | None = None,
+    ) -> None:
         if settings.model is None or settings.save_path is None or not settings.adapter_path:
             raise InputError("fuse needs model, adapter_path and save_path")
         self.settings = settings
@@ -88,7 +104,7 @@ class _Fuse:
         self.workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         self.checkpoint = open_checkpoint(resolve_model(settings.model, sidecars=True))
         self.base_fingerprint = fingerprint(self.checkpoint)
-        self.modules, self.notes = gather_modules(self.checkpoint, settings)
+        self.modules, self.notes = gather_modules(self.checkpoint, settings, moments)
         gaps = base_model.loading_gaps(self.checkpoint.directory, self.checkpoint.config)
         self.notes += [f"mlx-lm cannot load the result: {gap}." for gap in gaps]
         if settings.zero_delta and settings.fail_under is not None:
@@ -155,7 +171,7 @@ class _Fuse:
         wide = self.settings.requant in ("auto", "promote")
         policy = "dequantize" if wide else "promote"
         estimates: dict[str, Estimate] = {}
-        if self.settings.requant == "dequantize" or self.settings.zero_delta:
+        if self.settings.requant in ("dequantize", "gptq") or self.settings.zero_delta:
             return policy, estimates
         for module in self.modules:
             choice = choices[module.path]

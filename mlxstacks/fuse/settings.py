@@ -15,6 +15,9 @@ from mlxstacks.settings import Settings
 PolicyName = Literal[
     "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize"
 ]
+_Policy = Literal[
+    "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize", "gptq"
+]
 
 
 class FuseSettings(Settings):
@@ -31,12 +34,13 @@ class FuseSettings(Settings):
     save_path: str | None = Field(
         None, description="Output directory. Default: ./mlxstacks-out/fuse."
     )
-    requant: PolicyName = Field(
+    requant: _Policy = Field(
         "auto",
         description="How to write the delta into quantized weights. refit: as mlx_lm.fuse does. "
         "keep: change codes only. nearest: the better of the two, per group. stochastic: keep, "
         "with unbiased rounding. shift: change biases only. promote: more bits, at most 8. "
-        "dequantize: no quantization. auto: nearest where it preserves the adapter, else promote; "
+        "dequantize: no quantization. gptq: the same bits, with codes that keep the outputs on the "
+        "rows of --calibration. auto: nearest where it preserves the adapter, else promote; "
         "modules that need more than 8 bits are written at 8 and listed, with what would keep "
         "more. Adapters trained with merge_ready: shift (pooled), keep (grid).",
     )
@@ -50,9 +54,17 @@ class FuseSettings(Settings):
     )
     target_kl: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="Let auto choose bits by behavior: the fewest bytes whose next tokens stay "
-        "this close to the unfused adapter's (KL, nats per token, on the judge's rows). Takes two "
-        "passes over some of the rows per module.",
+        description="Let auto or gptq choose bits by behavior: the fewest bytes whose next tokens "
+        "stay this close to the unfused adapter's (KL, nats per token, on the judge's rows). Takes "
+        "two passes over some of the rows per module.",
+    )
+    calibration: str | None = Field(
+        None,
+        description="Rows on which gptq keeps the outputs, as `train --data` takes them: those the "
+        "adapter was trained on, or others like what the model will read.",
+    )
+    calibration_tokens: int = Field(
+        8192, ge=1, description="Most tokens of the calibration that are read."
     )
     fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(
         None,
@@ -115,10 +127,24 @@ class FuseSettings(Settings):
 
     @model_validator(mode="after")
     def _target_kl_decides_alone(self) -> "FuseSettings":
-        if self.target_kl is not None and (self.requant != "auto" or self.judge == "none"):
+        chooses = self.requant in ("auto", "gptq") and self.judge != "none"
+        if self.target_kl is not None and not chooses:
             raise ValueError(
-                "target_kl decides for requant auto, on the rows of the judge: leave requant "
-                f"{self.requant} and judge {self.judge} out"
+                "target_kl decides for requant auto or gptq, on the rows of the judge: leave "
+                f"requant {self.requant} and judge {self.judge} out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gptq_reads_rows(self) -> "FuseSettings":
+        if (self.requant == "gptq") != (self.calibration is not None):
+            raise ValueError(
+                "requant gptq and calibration go together: give rows like those that the model "
+                "will read, for instance the adapter's training rows"
+            )
+        if self.requant == "gptq" and len(self.adapter_path) > 1:
+            raise ValueError(
+                "requant gptq takes one adapter: merge them first, with `mlxstacks adapter merge`"
             )
         return self
 

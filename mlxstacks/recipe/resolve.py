@@ -120,7 +120,10 @@ def resolve(
     writes = "save_path" in settings_class.model_fields
     bare = writes and values.get("save_path") is None
     if bare:
-        values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
+        # a quick look has a directory of its own, so that it never stands in the whole run's way
+        part = f".limit-{values['limit']}" if values.get("limit") else ""
+        title = recipe.name if recipe else name.replace(" ", "-")
+        values["save_path"] = str(OUT / (title + part))
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
     # A fault of several keys may be of what was given beside the recipe.

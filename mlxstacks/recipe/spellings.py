@@ -1,4 +1,5 @@
-"""Options and keys as users of mlx-lm, lm_eval, PEFT, Transformers and Unsloth write them.
+"""Options and keys as users of mlx-lm, llama.cpp, lm_eval, PEFT, Transformers and Unsloth write
+them.
 
 Those that mean the same work under their names; of the others it is said what to use instead.
 
@@ -23,7 +24,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "save_path": ("--output-dir", "--output-path", "--output", "--out-dir", "--out", "-o"),
         "max_tokens": ("--max-new-tokens",),
         "temp": ("--temperature",),
-        "system_prompt": ("--system-instruction",),
+        "system_prompt": ("--system-instruction", "-sys"),
         "data": ("--dataset", "--dataset-name"),
         "rank": ("-r", "--r", "--lora-r", "--lora-rank"),
         "dropout": ("--lora-dropout",),
@@ -57,7 +58,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "compare": {"data": ("--judge",)},
     "generate": {"prompts": ("--data", "--prompts-file")},
-    "serve": {"concurrency": ("--decode-concurrency",)},
+    "serve": {"concurrency": ("--decode-concurrency", "-np", "--parallel")},
     "eval": {
         "tasks": ("-t",),
         "batch_size": ("-b",),
@@ -94,6 +95,8 @@ _ANSWERS = "each answer is in answers/ of the save path, always; leave it out"
 _LAST = "batches are as large as --batch-size says; leave it out"
 _ITS_OWN = "a run keeps and checks its own answers; --no-resume begins again"
 _GGUF = "GGUF is not written; `mlx_lm.fuse --export-gguf` does, for llama and mistral models"
+_GPU = "all layers run on MLX's default device; leave it out"
+_CONTEXT = "the context is the model's own; --max-tokens limits an answer"
 _ONE_PROMPT = (
     "prompts are typed, or come a line each from standard input; `mlxstacks generate` answers one "
     "and takes the same options, but --reroute"
@@ -123,6 +126,7 @@ NEAREST: Mapping[str, tuple[str, str]] = {
     "--num-tokens": ("max_tokens", ""),
     "--n-predict": ("max_tokens", ""),
     "-n": ("max_tokens", ""),
+    "--lora": ("adapter_path", "an MLX or PEFT directory; GGUF is not read"),
     "--wandb": ("log_to", "as --log-to wandb"),
     "--lora-layers": ("num_layers", ""),
     "--max-length": ("max_seq_length", ""),
@@ -143,7 +147,8 @@ NEAREST: Mapping[str, tuple[str, str]] = {
 }
 
 # Commands that answer the options of another entry of REFUSED too.
-_ALSO_ANSWERS = {"chat": ("generate",), "train": ("training",), "align": ("training",),
+_ALSO_ANSWERS = {"chat": ("generate", "decoding"), "generate": ("decoding",),
+                 "serve": ("decoding",), "train": ("training",), "align": ("training",),
                  "stack": ("training",)}  # fmt: skip
 
 _DEQUANTIZE = (
@@ -160,6 +165,10 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--load-in-4bit": _QUANTIZED,
         "--load-in-8bit": _QUANTIZED,
         "--device": "MLX's default device is used; `mlxstacks doctor` shows it",
+    },
+    "decoding": {
+        **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), _GPU),
+        **dict.fromkeys(("-c", "--ctx-size"), _CONTEXT),
     },
     "training": {
         "--bf16": _BASE,

@@ -542,3 +542,12 @@ def test_marks_are_characters_that_no_text_holds() -> None:
     first, second = free_marks([held[:3], "\\ufdd3", "x"], 2)
     assert (first, second) == ("\ufdd4", "\ufdd5")
     assert free_marks([held], 1) == ["\U000f0000"]
+
+
+def test_a_role_that_the_template_does_not_name_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    answer = {"role": "assistant", "content": "b"}
+    rows = [[{"role": role, "content": "a"}, answer] for role in ("customer", "user", "tool")]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    (note,) = read_rows(path, chat_tokenizer("chatml")).notes
+    assert note.startswith("1 row with the role 'customer', which the chat template does not name")

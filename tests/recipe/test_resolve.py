@@ -171,6 +171,11 @@ def test_marker_of_a_bare_run_allows_replacing_it(made: Resolved, work_dir: Path
     assert resolve("toy", {"save_path": str(target)}).settings.force is False  # type: ignore[attr-defined]
 
 
+def test_a_quick_look_does_not_stand_in_the_way_of_the_whole_run() -> None:
+    targets = [resolve("eval", options).target for options in ({"limit": 5}, {"limit": None}, {})]
+    assert [target.name for target in targets if target] == ["eval.limit-5", "eval", "eval"]
+
+
 def test_home_and_force_mean_what_the_settings_say(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -240,3 +240,15 @@ def test_commands_of_mlx_lm_are_answered(name: str, said: str, command: Run) -> 
     assert (code, out) == (2, "")
     assert f"no command '{name}'" in err
     assert said in err
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "serve"])
+def test_options_of_llama_cpp_work_or_are_answered(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {"-ngl": "leave it out", "-c": "the context", "--lora": "--adapter-path"}
+    for word, answer in words.items():
+        with pytest.raises(click.UsageError, match=f"no option {word}: .*{answer}"):
+            options_typed(monkeypatch, command, word, "99")
+    ours = {"serve": ("-np", {"concurrency": 4})}.get(command, ("-sys", {"system_prompt": "4"}))
+    assert options_typed(monkeypatch, command, ours[0], "4") == ours[1]

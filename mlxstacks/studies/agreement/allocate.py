@@ -45,6 +45,7 @@ from mlxstacks.fuse.module import Module, gather_modules
 from mlxstacks.fuse.report import tensor_bytes
 from mlxstacks.fuse.rewrite import ModuleWork
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.affine import Array
 from mlxstacks.study.document import Block, Plot, Series, Table
 from mlxstacks.training.modes import evaluating
 
@@ -89,6 +90,7 @@ class Maker:
 
     def __init__(self, settings: FuseSettings, pool: ThreadPoolExecutor) -> None:
         self.settings, self.pool = settings, pool
+        self.by_gptq = settings.requant == "gptq"
 
     def __call__(self, module: Module, decision: Decision) -> Fused:
         first = min(module.stages)
@@ -139,7 +141,7 @@ class _Measured:
     def __call__(self, module: Module) -> list[Option]:
         from scipy.optimize import nnls
 
-        found = widths(module)
+        found = widths(module, self.make.by_gptq)
         ends = [found[0], found[-1]][: len(found)]
         kls = []
         for width in ends:
@@ -180,7 +182,7 @@ class FromGradients:
         calls = [call for passage in self.passages for call in passage[place]]
         before = [call.output(self.layers[place]) for call in calls]
         options = []
-        for width in widths(module):
+        for width in widths(module, self.make.by_gptq):
             made = self.make(module, width.decision)
             with self.swap(module, made) as fused:
                 changes = [c.output(fused) - y for c, y in zip(calls, before, strict=True)]
@@ -235,7 +237,7 @@ def gradients(
         shapes.append(y)
         return y
 
-    with _heard(layers, hear):
+    with heard(layers, hear):
         logits = model(tokens)[0, first:].astype(mx.float32)
     zeros = [mx.zeros_like(y) for y in shapes]
     mx.eval(logits, [call.args for _, call in calls])
@@ -243,7 +245,7 @@ def gradients(
 
     def forward(*probes: mx.array) -> mx.array:
         left = iter(probes)
-        with _heard(layers, lambda _place, _call, y: y + next(left)):
+        with heard(layers, lambda _place, _call, y: y + next(left)):
             return model(tokens)[0, first:].astype(mx.float32)
 
     p = mx.softmax(logits, axis=-1)
@@ -262,7 +264,7 @@ def gradients(
 
 
 @contextmanager
-def _heard(
+def heard(
     layers: Sequence[nn.Module], hear: Callable[[int, Call, mx.array], mx.array]
 ) -> Iterator[None]:
     """Each call of a layer gives what `hear` makes of its output."""
@@ -338,17 +340,18 @@ def allocate(
     passages: Sequence[Passage],
     reference: Reference,
     settings: FuseSettings,
+    moments: Mapping[str, Array] | None = None,
     advance: Advance | None = None,
 ) -> Allocation:
     """Bits for each module that an adapter of `settings` changes.
 
     model: the base with these adapters unfused, of which `reference` was made; it is as before
-        afterwards. The cheapest choice whose measured KL is at most `settings.target_kl`; where no
-        width reaches it, the widest.
+        afterwards. moments: see `Module`. The cheapest choice whose measured KL is at most
+        `settings.target_kl`; where no width reaches it, the widest.
     """
     assert settings.target_kl is not None
     checkpoint = open_checkpoint(resolve_model(str(settings.model)))
-    modules, _ = gather_modules(checkpoint, settings)
+    modules, _ = gather_modules(checkpoint, settings, moments)
     with ThreadPoolExecutor(1) as pool:
         make, swap = Maker(settings, pool), swap_in(model)
         options_of = sensitivity(model, modules, choose_passages(passages), make)

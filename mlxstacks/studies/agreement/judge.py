@@ -28,7 +28,9 @@ from mlxstacks.files.outputs import check_target
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.affine import Array
 from mlxstacks.studies.agreement.allocate import allocate, blocks, note
+from mlxstacks.studies.agreement.calibrate import calibrate
 from mlxstacks.studies.agreement.run import (
     BASE,
     JUDGE,
@@ -53,6 +55,7 @@ _BY_KL = "--target-kl chooses bits by next tokens, "
 FUSED, ZERO = "this fuse", "the same fuse of zeros, from the base"
 ANSWER_TOKENS, MOST_TOKENS = 32, 256
 _FUSE_SHARE = 1 / 8
+_CALIBRATION_SHARE = 1 / 2
 # Weights, what a widened copy of them takes while it is made, and room for a pass.
 _MEMORY_FACTOR = 1.5
 # And the fused tensors of all modules beside the unfused.
@@ -76,14 +79,29 @@ def run(
         check_records(records)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    whole, started = WholeProgress(progress, 1.0), time.monotonic()
+    calibration = _CALIBRATION_SHARE if settings.requant == "gptq" and not dry_run else 0.0
+    whole, started = WholeProgress(progress, 1.0 + calibration), time.monotonic()
     if settings.target_kl is not None:
         return _to_target(settings, records, progress, dry_run=dry_run)
     share = _FUSE_SHARE if is_judged else 1.0
-    result = run_command(settings, dry_run=dry_run, progress=whole.part(share, "fuse"))
+    moments, notes = _calibrated(settings, whole.part(calibration, "calibration"), dry_run)
+    result = run_command(
+        settings, moments, notes, dry_run=dry_run, progress=whole.part(share, "fuse")
+    )
     if not is_judged:
         return result
     return _with_judgement(settings, records, result, whole, started)
+
+
+def _calibrated(
+    settings: FuseSettings, advance: Progress, dry_run: bool
+) -> tuple[dict[str, Array] | None, list[str]]:
+    """Moments for gptq, and notes. Raises: InputError: rows or a target that cannot be used."""
+    if settings.requant != "gptq" or dry_run:
+        return None, []
+    _check_memory(resolve_model(str(settings.model)))
+    check_target(user_path(str(settings.save_path)), force=settings.force)
+    return calibrate(settings, advance)
 
 
 def _with_judgement(
@@ -123,7 +141,8 @@ def _to_target(
 ) -> Result:
     """Choose bits by `allocate`, then fuse and judge as with these bits."""
     assert settings.target_kl is not None
-    whole, started = WholeProgress(progress, 2.0), time.monotonic()
+    calibration = _CALIBRATION_SHARE if settings.requant == "gptq" else 0.0
+    whole, started = WholeProgress(progress, 2.0 + calibration), time.monotonic()
     base = resolve_model(str(settings.model))
     _check_memory(base, _ALLOCATION_MEMORY_FACTOR)
     check_target(user_path(str(settings.save_path)), force=settings.force)
@@ -133,12 +152,14 @@ def _to_target(
         advance=whole.part(0.1, "answers of the reference"),
     )  # fmt: skip
     reference = refer(model, passages, whole.part(0.1, "reference"))
+    # a dry run chooses bits as well
+    moments, notes = _calibrated(settings, whole.part(calibration, "calibration"), False)
     allocation = allocate(
-        model, passages, reference, settings, whole.part(0.8, "KL of each module")
+        model, passages, reference, settings, moments, whole.part(0.8, "KL of each module")
     )
     del model, reference
     chosen = settings.model_copy(update={"bits": allocation.bits()})
-    result = run_command(chosen, dry_run=dry_run, progress=whole.part(0.2, "fuse"))
+    result = run_command(chosen, moments, notes, dry_run=dry_run, progress=whole.part(0.2, "fuse"))
     missed = note(allocation, settings.target_kl)
     result = result.model_copy(
         update={
