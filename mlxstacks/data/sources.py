@@ -24,7 +24,9 @@ from mlxstacks.data.json_rows import array_records, begins_array, numbered_recor
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.errors import InputError
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+# Read where they are named themselves: in a directory of data they may be notes.
+TEXT_SUFFIX = ".txt"
 # Paragraphs of a text file make a row together until they are so long.
 TEXT_CHARACTERS = 1000
 _NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
@@ -65,7 +67,8 @@ def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
         return data
     if not data:
         raise InputError("data is empty; give a file, a directory or the id of a data set")
-    is_id = _HUB_ID.fullmatch(data) and not data.endswith(SUFFIXES) and not os.path.exists(data)
+    is_file = data.endswith((*SUFFIXES, TEXT_SUFFIX)) or os.path.exists(data)
+    is_id = _HUB_ID.fullmatch(data) and not is_file
     source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
     return TrainDataSettings(sources=(source,))
 
@@ -221,7 +224,7 @@ def _file_rows(path: Path) -> arrow_sets.Rows:
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
         return arrow_sets.arrow_rows([path], str(path))
-    return _text_rows(path) if path.suffix == ".txt" else _json_rows(path)
+    return _text_rows(path) if path.suffix == TEXT_SUFFIX else _json_rows(path)
 
 
 def _text_rows(path: Path) -> arrow_sets.Rows:

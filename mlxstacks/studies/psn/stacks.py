@@ -9,7 +9,8 @@ Of each seed, in `cells/SEED/` of the work directory:
 The control trains every weight of the random base, domain after domain on the rows of the stacks,
 with the same core. Its steps cost the same arithmetic: a step of stacks costs 4 P + 6 A operations
 a token for P weights of the base, which only carry gradients, and A of the stack; one of the
-control costs 6 P.
+control costs 6 P. Passes through the stacks of earlier domains are not counted: where they are
+many, the control gets less than they cost.
 """
 
 import math

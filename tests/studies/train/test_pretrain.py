@@ -21,7 +21,7 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import PretrainSettings, StackRunSettings
 from tests.studies.train.test_kill import wait_for_start
-from tests.studies.train_cases import write_data
+from tests.studies.train_cases import write_data, write_rows
 from tests.training.test_group import needs_sockets
 from tests.warm import ended, start_command_line
 from tools.nano.workers import run_in_processes
@@ -58,6 +58,12 @@ def test_paragraphs_of_a_text_file_make_rows(texts: Path) -> None:
     assert "\n\n".join(rows) == texts.read_text().strip()
     assert all(TEXT_CHARACTERS <= len(row) + 2 < TEXT_CHARACTERS + 100 for row in rows[:-1])
     assert report["formats"] == {"text": len(rows)}
+    # in a directory of data such a file may be notes
+    write_rows(texts.parent / "rows.jsonl", [{"text": "one row"}])
+    about = train_data_settings(str(texts.parent))
+    assert [*read_in_order(about.sources[0], about, Path())[1]["sha256"]] == [
+        f"{texts.parent}/rows.jsonl"
+    ]
 
 
 def test_every_token_is_a_target_once() -> None:
