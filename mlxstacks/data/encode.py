@@ -21,9 +21,9 @@ from mlxstacks.data.chat import (
     writes_reasoning,
 )
 from mlxstacks.data.cleaning import says_something, strip_record
-from mlxstacks.data.examples import Example, as_messages, turns_of
+from mlxstacks.data.examples import Example, as_messages, make_example, turns_of
 from mlxstacks.data.rows import Row, row_of
-from mlxstacks.data.settings import DomainDataSettings
+from mlxstacks.data.settings import DomainDataSettings, SourceSettings, Template
 from mlxstacks.data.special_text import (
     check_ids,
     encode_text,
@@ -336,6 +336,30 @@ def encode_examples(
             else "there are no examples to encode"
         )
     return EncodedRows(rows, ids, cut, empty, tuple(notes.lines()))
+
+
+def encode_pair(
+    prompt: str,
+    answer: str,
+    tokenizer: Any,
+    template: Template,
+    max_tokens: int,
+    rendering: Rendering = PLAIN,
+) -> Row | None:
+    """A prompt and its answer as tokens, loss on the answer alone; None where none of it is left
+    within max_tokens. Raises: InputError: the template refuses it.
+    """
+    settings = DomainDataSettings(
+        sources=(SourceSettings(path="prompt"),), template=template, thinking=rendering.thinking,
+        allow_special=rendering.allow_special,
+    )  # fmt: skip
+    example = make_example({"prompt": prompt, "answer": answer}, "the prompt")
+    try:
+        return encode_examples([example], tokenizer, settings, max_tokens).rows[0]
+    except InputError as error:
+        if "none of 1 rows" in str(error):
+            return None
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDat
 from mlxstacks.errors import InputError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+# Read where they are named themselves: in a directory of data they may be notes.
+TEXT_SUFFIX = ".txt"
+# Paragraphs of a text file make a row together until they are so long.
+TEXT_CHARACTERS = 1000
 _NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
 KNOWN_SPLITS = ("train", "test", *VALIDATION_SPLITS, "eval")
@@ -63,7 +67,8 @@ def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
         return data
     if not data:
         raise InputError("data is empty; give a file, a directory or the id of a data set")
-    is_id = _HUB_ID.fullmatch(data) and not data.endswith(SUFFIXES) and not os.path.exists(data)
+    is_file = data.endswith((*SUFFIXES, TEXT_SUFFIX)) or os.path.exists(data)
+    is_id = _HUB_ID.fullmatch(data) and not is_file
     source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
     return TrainDataSettings(sources=(source,))
 
@@ -219,7 +224,27 @@ def _file_rows(path: Path) -> arrow_sets.Rows:
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
         return arrow_sets.arrow_rows([path], str(path))
-    return _json_rows(path)
+    return _text_rows(path) if path.suffix == TEXT_SUFFIX else _json_rows(path)
+
+
+def _text_rows(path: Path) -> arrow_sets.Rows:
+    """Whole paragraphs, which blank lines divide, TEXT_CHARACTERS and more of them a row."""
+    paragraphs: list[str] = []
+    first = 1
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(chain(lines, ("",)), 1):
+                text = "".join(paragraphs)
+                if line == "" or (not line.strip() and len(text) >= TEXT_CHARACTERS):
+                    if text.strip():
+                        yield f"{path}, line {first}", {"text": text.strip()}
+                    paragraphs, first = [], number + 1
+                else:
+                    paragraphs.append(line)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8: {error}") from None
 
 
 def _json_rows(path: Path) -> arrow_sets.Rows:

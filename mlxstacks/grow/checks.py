@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxstacks.data import Row
+from mlxstacks.data import Row, encode_pair
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.router_file import RouterHeader
 from mlxstacks.files.store import Store
@@ -20,7 +20,7 @@ from mlxstacks.routing.gaps import GapEvent, is_loss_gap
 from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.routing.settings import LabelledSource, OutcomeSettings
 from mlxstacks.stats import mean_interval
-from mlxstacks.studies.route.data import encode_pair, read_examples, template_of
+from mlxstacks.studies.route.data import read_examples, template_of
 from mlxstacks.studies.route.served import RowLosses, Served, rules_for
 from mlxstacks.studies.route.teacher import THRESHOLD
 from mlxstacks.studies.stack.setup import stored_prefix, with_other_company

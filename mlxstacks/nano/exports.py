@@ -23,6 +23,7 @@ from mlxstacks.nano.settings import (
 )
 from mlxstacks.study.document import Columns, Kind, Table
 from mlxstacks.study.result import Result
+from mlxstacks.training.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from mlxstacks.routing.settings import BaseSettings
@@ -36,7 +37,6 @@ SAMPLES = {
     "curriculum": "letters.jsonl", "routing": "letters.jsonl", "items": "items.jsonl",
     "suite": "suite.json",
 }  # fmt: skip
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)

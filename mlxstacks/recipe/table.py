@@ -129,6 +129,14 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
         in_group=True,
     ),
+    "pretrain": Command(
+        help="Train a small decoder from scratch, as a model that every other command takes.",
+        settings="mlxstacks.training.settings:PretrainSettings",
+        function="mlxstacks.studies.train.pretrain:run",
+        nano={"data": "data_path"},
+        report="result.json",
+        in_group=True,
+    ),
     "align": Command(
         help="Train a LoRA or a stack on preferred answers (DPO, ORPO) or rewards (GRPO).",
         settings="mlxstacks.training.settings:AlignSettings",
@@ -175,6 +183,20 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="compare-building-block-nano",
         report="result.json",
         in_group=True,
+    ),
+    "psn stacks": Command(
+        help="Train the same stacks on a random and a pretrained base, and all weights as control.",
+        settings="mlxstacks.studies.psn.settings:PsnStacksSettings",
+        function="mlxstacks.studies.psn.stacks:run",
+        nano={"corpus": "data_path", "data": "curriculum_path"},
+        report="result.json",
+    ),
+    "psn blocks": Command(
+        help="Train capability blocks beside a frozen base, and a router; measure what they hold.",
+        settings="mlxstacks.studies.psn.settings:PsnBlocksSettings",
+        function="mlxstacks.studies.psn.blocks:run",
+        nano={"corpus": "data_path", "data": "curriculum_path"},
+        report="result.json",
     ),
     "guard": Command(
         help="Predict a run's live buffers and bytes from the model's config alone.",
@@ -464,6 +486,8 @@ GROUPS = {
     "`mlxstacks train`.",
     "route": "Route prompts to stacks: discover which prompts each domain helps with, train, "
     "explain and evaluate the router, list what no domain fits.",
+    "psn": "Test partitioned subspace networks: stacks on a base that knows nothing, and blocks "
+    "beside a base. Nested settings: --set KEY.KEY=VALUE.",
     "nano": "Show or export the built-in model. Retraining it needs a clone: `python -m tools.nano "
     "rebuild DIR`.",
 }

@@ -31,7 +31,7 @@ _ENDS = {
 READ = {
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
     "resume_adapter_file",
-    "data", "log_path", "prompts", "persona", "persona_data", "items",
+    "data", "corpus", "log_path", "prompts", "persona", "persona_data", "items",
     "narrow_items", "suite", "task_files", "regrade", "plain_model",
 }  # fmt: skip
 # Settings of `train` that a study sets where it trains; among its own they would be said twice.

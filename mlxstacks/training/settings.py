@@ -63,7 +63,7 @@ class OptimizerSettings(Settings):
     The schedule `constant` stays at the peak.
     """
 
-    steps: int = Field(ge=1, description="optimizer steps")
+    steps: int = Field(ge=0, description="optimizer steps")
     learning_rate: float = Field(gt=0, description="peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
     schedule: Schedule = Field("cosine", description="shape of the learning rate after the warm-up")
@@ -125,7 +125,77 @@ class SafeguardSettings(Settings):
     )  # fmt: skip
 
 
-class TrainSettings(Settings):
+class TrainingSettings(Settings):
+    """What every run of its own on the trainer core is told."""
+
+    model: str | None = Field(None, description="Model directory or Hugging Face id.")
+    data: str | TrainDataSettings | None = Field(
+        None, description="Rows in any format.", json_schema_extra={"cli_type": "text"}
+    )
+    save_path: str | None = Field(None, description="Output directory.")
+    iters: int | None = Field(
+        None,
+        ge=1,
+        description="Batches to train on. Default: one pass over the data, at most 1,000.",
+    )
+    batch_size: int = Field(4, ge=1, le=1_000_000, description="Rows per batch.")
+    grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
+    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    lr_schedule: Schedule = Field("constant", description="Learning rate schedule after warm-up.")
+    warmup: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")
+    clip_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm.")
+    max_seq_length: int = Field(2048, ge=2, description="Truncate rows to this many tokens.")
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
+    val_batches: int | None = Field(
+        None, ge=-1, description="Validation batches; -1: all. Default: the first 200 rows."
+    )
+    steps_per_report: int = Field(10, ge=1, description="Batches between log lines.")
+    steps_per_eval: int = Field(200, ge=1, description="Batches between evaluations.")
+    save_every: SaveEvery = 100
+    patience: int | None = Field(
+        None, ge=1, description="Stop after this many evaluations without a new best."
+    )
+    spike_threshold: float | None = Field(
+        None, gt=0, description="Stop when the validation loss is this many nats above its best."
+    )
+    keep: Literal["best", "last"] = Field(
+        "best", description="Weights to write, if there is validation data."
+    )
+    grad_checkpoint: GradCheckpoint = False
+    compile_step: CompileStep = "auto"
+    resume: bool = Field(True, description="Resume from the last saved state of this recipe.")
+    count_buffers: bool = Field(
+        False,
+        description="Count live buffers in each step, beside the prediction. Needs a C++ compiler.",
+    )
+    force: bool = Field(
+        False, description="Replace an existing save path; run even if the guard refuses."
+    )
+    log_to: LogTo = None
+    log_project: LogProject = "mlxstacks"
+    log_name: LogName = None
+    # MLX's keys are made of 64 bits.
+    seed: int = Field(
+        0, ge=0, lt=2**64, description="Seed for initial weights, dropout and data order."
+    )
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        if self.val_batches == 0:
+            raise ValueError(
+                "val_batches is 0; give a number, -1 for all, or data without valid.jsonl"
+            )
+        if self.iters is not None and 0 < self.iters < self.grad_accumulation_steps:
+            raise ValueError(
+                f"iters {self.iters} is below grad_accumulation_steps "
+                f"{self.grad_accumulation_steps}: not one optimizer step"
+            )
+        return self
+
+
+class TrainSettings(TrainingSettings):
     """`mlxstacks train`: one LoRA, named as mlx-lm names its options."""
 
     model: str | None = Field(
@@ -173,43 +243,10 @@ class TrainSettings(Settings):
         "plus delta to the base's grid, in training as in the fuse; needs memory for every "
         "adapted weight in float32.",
     )
-    iters: int | None = Field(
-        None,
-        ge=1,
-        description="Batches to train on. Default: one pass over the data, at most 1,000.",
-    )
-    batch_size: int = Field(4, ge=1, le=1_000_000, description="Rows per batch.")
-    grad_accumulation_steps: int = Field(1, ge=1, description="Batches per optimizer step.")
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
-    lr_schedule: Schedule = Field("constant", description="Learning rate schedule after warm-up.")
-    warmup: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps.")
-    weight_decay: float = Field(0.0, ge=0, description="Weight decay of AdamW.")
-    clip_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm.")
-    max_seq_length: int = Field(2048, ge=2, description="Truncate rows to this many tokens.")
     mask_prompt: bool = Field(
         True, description="In chat rows, compute the loss on the assistant's turns only."
     )
-    thinking: Thinking = "auto"
-    allow_special: AllowSpecial = False
-    val_batches: int | None = Field(
-        None, ge=-1, description="Validation batches; -1: all. Default: the first 200 rows."
-    )
-    steps_per_report: int = Field(10, ge=1, description="Batches between log lines.")
-    steps_per_eval: int = Field(200, ge=1, description="Batches between evaluations.")
-    save_every: SaveEvery = 100
-    patience: int | None = Field(
-        None, ge=1, description="Stop after this many evaluations without a new best."
-    )
-    spike_threshold: float | None = Field(
-        None, gt=0, description="Stop when the validation loss is this many nats above its best."
-    )
-    keep: Literal["best", "last"] = Field(
-        "best", description="Weights to write, if there is validation data."
-    )
-    grad_checkpoint: GradCheckpoint = False
-    compile_step: CompileStep = "auto"
     base: TrainedBase = "auto"
-    resume: bool = Field(True, description="Resume from the last saved state of this recipe.")
     guard: Literal["refuse", "reshape", "warn", "off"] = Field(
         "refuse",
         description="If the run is predicted not to fit: refuse it, reshape it with the cheapest "
@@ -217,20 +254,6 @@ class TrainSettings(Settings):
     )
     resource_limit: ResourceLimit = None
     working_set_bytes: WorkingSetBytes = None
-    count_buffers: bool = Field(
-        False,
-        description="Count live buffers in each step, beside the prediction. Needs a C++ compiler.",
-    )
-    force: bool = Field(
-        False, description="Replace an existing save path; run even if the guard refuses."
-    )
-    log_to: LogTo = None
-    log_project: LogProject = "mlxstacks"
-    log_name: LogName = None
-    # MLX's keys are made of 64 bits.
-    seed: int = Field(
-        0, ge=0, lt=2**64, description="Seed for initial weights, dropout and data order."
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -251,15 +274,65 @@ class TrainSettings(Settings):
                 f"dropout {self.dropout:g} is of a LoRA's own input, which merge_ready grid does "
                 "not have: leave dropout out, or take merge_ready pooled"
             )
-        if self.val_batches == 0:
+        return self
+
+
+class PretrainSettings(TrainingSettings):
+    """`mlxstacks pretrain`: every weight of a small decoder, random at first or of a model."""
+
+    model: str | None = Field(
+        None,
+        description="Unquantized model to go on from, with its shape and tokenizer. Default: a new "
+        "decoder of the shape below.",
+    )
+    data: str | TrainDataSettings | None = Field(
+        None,
+        description="Texts or rows in any format, as in train, and .txt files. Every token counts, "
+        "prompts too; rows are laid end to end. Default: nano's sample data.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    save_path: str | None = Field(
+        None, description="Output directory: a model. Default: ./mlxstacks-out/pretrain."
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="Model directory or Hugging Face id whose tokenizer to use. Default: a "
+        "byte-level BPE, trained on the data.",
+    )
+    vocab_size: int = Field(
+        1024, ge=259, le=1_000_000,
+        description="Tokens of the tokenizer that is trained; 259: the bytes and three marks.",
+    )  # fmt: skip
+    hidden_size: int = Field(128, ge=1, le=65_536, description="Width of the residual stream.")
+    num_hidden_layers: int = Field(4, ge=1, le=1024, description="Decoder layers.")
+    num_attention_heads: int = Field(4, ge=1, le=1024, description="Attention heads.")
+    intermediate_size: int | None = Field(
+        None, ge=1, le=1_000_000, description="Width of the MLP. Default: 8/3 of hidden_size."
+    )
+    iters: int | None = Field(
+        None, ge=0,
+        description="Batches to train on; 0 writes the initial weights. Default: one pass over the "
+        "data, at most 1,000.",
+    )  # fmt: skip
+    batch_size: int = Field(16, ge=1, le=1_000_000, description="Rows per batch.")
+    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate of AdamW.")
+    lr_schedule: Schedule = Field("cosine", description="Learning rate schedule after warm-up.")
+    warmup: int = Field(20, ge=0, description="Linear warm-up, in optimizer steps.")
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay of AdamW.")
+    max_seq_length: int = Field(256, ge=2, description="Tokens per row.")
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Self:
+        if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
-                "val_batches is 0; give a number, -1 for all, or data without valid.jsonl"
+                f"hidden_size {self.hidden_size} gives {self.num_attention_heads} heads no even "
+                "number of dims each"
             )
-        if self.iters is not None and self.iters < self.grad_accumulation_steps:
-            raise ValueError(
-                f"iters {self.iters} is below grad_accumulation_steps "
-                f"{self.grad_accumulation_steps}: not one optimizer step"
-            )
+        of_new = ("tokenizer", "vocab_size", "hidden_size", "num_hidden_layers",
+                  "num_attention_heads", "intermediate_size")  # fmt: skip
+        given = [k for k in of_new if getattr(self, k) != type(self).model_fields[k].default]
+        if self.model is not None and given:
+            raise ValueError(f"{', '.join(given)}: of a new model; leave out, or leave model out")
         return self
 
 

@@ -66,7 +66,7 @@ BECOMES = {
     "mmlu_pro.jsonl": "multiple_choice",
     "pubmedqa.jsonl": "pubmedqa",
     "tinystories.jsonl": "text",
-    "tinyshakespeare.txt": "line 1: not JSON .*; each line must be one object",
+    "tinyshakespeare.txt": "text",
     "stories260K": r"config\.json, line 1: not JSON .*; each line must be one object",
 }
 

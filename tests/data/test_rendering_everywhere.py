@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from pydantic import BaseModel, ValidationError
 
 from mlxstacks.cli.group import given, parameters
+from mlxstacks.data import encode_pair
 from mlxstacks.data.text_settings import AllowSpecial, Rendering, Thinking
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.routing.generation import encode_prompt
@@ -21,7 +22,6 @@ from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.profile.data import read_groups
 from mlxstacks.studies.profile.settings import ProfileSettings
-from mlxstacks.studies.route.data import encode_pair
 from mlxstacks.studies.stack.plan import listed_domains
 from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings

@@ -6,8 +6,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
+from mlxstacks.training.initial import set_initial_weights
 from tools.nano.forward import chunked_gated_delta, forward, forward_with_balance
-from tools.nano.initial import set_initial_weights
 from tools.nano.settings import NanoShape
 
 SHAPE = NanoShape(

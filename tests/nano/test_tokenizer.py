@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from mlxstacks import base_model
 from mlxstacks.nano.exports import ASSETS
+from mlxstacks.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from tools.nano.base_training import make_tokenizer
 from tools.nano.settings import RebuildSettings
-from tools.nano.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from tools.nano.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

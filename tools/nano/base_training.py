@@ -12,14 +12,15 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.data import batch_at, pack_rows
 from mlxstacks.processes import current_group
+from mlxstacks.training.initial import set_initial_weights
 from mlxstacks.training.loop import TrainingState, load_state, new_state, save_state, train
 from mlxstacks.training.step import cross_entropy_loss
+from mlxstacks.training.tokenizer import train_tokenizer
 from tools.nano.corpus import training_documents
 from tools.nano.encode import encode_documents
 from tools.nano.forward import forward_with_balance
-from tools.nano.initial import set_initial_weights
 from tools.nano.settings import RebuildSettings
-from tools.nano.tokenizer import load_tokenizer, tokenizer_text, train_tokenizer
+from tools.nano.tokenizer import load_tokenizer, tokenizer_text
 
 TOKENIZER_DOCUMENTS = 20_000
 STATE_FILE = "base-state.safetensors"

@@ -8,8 +8,8 @@ from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.evaluate import ChoiceItem
+from mlxstacks.training.tokenizer import TURN_END
 from tools.nano.corpus import Document, Item
-from tools.nano.tokenizer import TURN_END
 
 
 def encode_documents(

@@ -24,11 +24,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlxstacks.data import DomainDataSettings, Example, Row, encode_examples, read_domains
+from mlxstacks.data import DomainDataSettings, Example, Row, encode_pair, read_domains
 from mlxstacks.data.examples import (
     first_pair,
     keep_one,
-    make_example,
     prompt_id_of,
     row_id_of,
     turns_of,
@@ -36,7 +35,7 @@ from mlxstacks.data.examples import (
 from mlxstacks.data.settings import SourceSettings, Template
 from mlxstacks.data.sources import keyed_hash, read_source
 from mlxstacks.data.special_text import special_tokens
-from mlxstacks.data.text_settings import PLAIN, Rendering
+from mlxstacks.data.text_settings import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
@@ -137,30 +136,6 @@ def template_of(template: Template | None, store: Store) -> Template:
             f"{' and '.join(sorted(templates))}; say with which one answers are judged: --template"
         )
     return templates.pop() if templates else "chat"
-
-
-def encode_pair(
-    prompt: str,
-    answer: str,
-    tokenizer: Any,
-    template: Template,
-    max_tokens: int,
-    rendering: Rendering = PLAIN,
-) -> Row | None:
-    """A prompt and its answer as tokens, loss on the answer alone; None where none of it is left
-    within max_tokens. Raises: InputError: the template refuses it.
-    """
-    settings = DomainDataSettings(
-        sources=(SourceSettings(path="prompt"),), template=template, thinking=rendering.thinking,
-        allow_special=rendering.allow_special,
-    )  # fmt: skip
-    example = make_example({"prompt": prompt, "answer": answer}, "the prompt")
-    try:
-        return encode_examples([example], tokenizer, settings, max_tokens).rows[0]
-    except InputError as error:
-        if "none of 1 rows" in str(error):
-            return None
-        raise
 
 
 # --- where rows come from -------------------------------------------------------------------------

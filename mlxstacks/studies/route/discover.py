@@ -18,7 +18,7 @@ from typing import Any
 
 from mlxstacks import base_model, memory
 from mlxstacks.command_line import command_line
-from mlxstacks.data import Rendering, Row
+from mlxstacks.data import Rendering, Row, encode_pair
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
@@ -47,7 +47,6 @@ from mlxstacks.stats import mean_interval, wilson_interval
 from mlxstacks.studies.route.cells import RATE, interval_plot, rate_cells
 from mlxstacks.studies.route.data import (
     OTHERS,
-    encode_pair,
     read_examples,
     routed_domains,
     stack_hashes,

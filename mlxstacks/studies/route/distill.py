@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxstacks.data import EncodedRows, Row, make_batch
+from mlxstacks.data import EncodedRows, Row, encode_pair, make_batch
 from mlxstacks.data.text_settings import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_row_losses
@@ -29,7 +29,7 @@ from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.routing.resident import release_memory
 from mlxstacks.routing.router import router_file_at
 from mlxstacks.routing.settings import OutcomeSettings
-from mlxstacks.studies.route.data import OTHERS, encode_pair, read_examples, template_of
+from mlxstacks.studies.route.data import OTHERS, read_examples, template_of
 from mlxstacks.studies.route.served import RowLosses
 from mlxstacks.studies.route.settings import DistillSettings
 from mlxstacks.studies.route.teacher import (

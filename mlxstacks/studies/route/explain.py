@@ -7,14 +7,14 @@ weights, all of them, and the set that the search of `route discover` finds (the
 from collections.abc import Mapping
 from typing import Any
 
-from mlxstacks.data import Row
+from mlxstacks.data import Row, encode_pair
 from mlxstacks.data.text_settings import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.files.store import Store
 from mlxstacks.routing.candidate_losses import choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
-from mlxstacks.studies.route.data import encode_pair, template_of
+from mlxstacks.studies.route.data import template_of
 from mlxstacks.studies.route.served import RowLosses, Served, open_served, rules_for
 from mlxstacks.studies.route.settings import RouteExplainSettings
 from mlxstacks.study.document import Columns, Table

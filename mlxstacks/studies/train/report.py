@@ -12,7 +12,15 @@ from mlxstacks.command_line import command_line
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import GuardedRun, trained_parameters
-from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table, counted
+from mlxstacks.study.document import (
+    Block,
+    Columns,
+    Environment,
+    Plot,
+    Series,
+    Table,
+    counted,
+)
 from mlxstacks.study.render.words import listed, number
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
@@ -125,6 +133,11 @@ def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> T
 
 def result_of(report: TrainReport) -> Result:
     """The document of a training; what it was made from is added where it is written."""
+    return document_of(report, plan_table(report))
+
+
+def document_of(report: TrainReport, table: Table) -> Result:
+    """`result_of` with another table of the run."""
     is_planned = report.status == "planned"
     chat = command_line(
         "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
@@ -134,7 +147,7 @@ def result_of(report: TrainReport) -> Result:
         about = environment(report.figures.get("loading_seconds", 0.0) + report.figures["seconds"])
         about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
     blocks: list[Block] = [] if (plot := loss_plot(report)) is None else [plot]
-    blocks.append(plan_table(report))
+    blocks.append(table)
     if report.validation:
         columns: Columns = {"step": "count", "validation loss": ("number", 4), "": "text"}
         rows = [
@@ -241,6 +254,12 @@ def plan_table(report: TrainReport) -> Table:
     if drawing := (plan["guard"] or {}).get("drawing"):
         rows["guard"] += f"; answers are drawn with {drawing['buffers']:,} buffers and "
         rows["guard"] += bytes_in_words(drawing["nbytes"])
+    return Table.of_facts("plan", "The run", rows | measured_facts(report))
+
+
+def measured_facts(report: TrainReport) -> dict[str, str]:
+    """Of a run that ended: its counted buffers, where asked for, and its time."""
+    plan, rows = report.plan, dict[str, str]()
     if figures := report.figures:
         if (buffers := figures.get("counted_buffers")) is not None:
             rows["counted"] = f"at most {buffers:,} live buffers in a step"
@@ -251,4 +270,4 @@ def plan_table(report: TrainReport) -> Table:
         loading = figures.get("loading_seconds", 0.0)  # results of 0.1 have none
         rows["time"] = f"{loading:.0f} s to load data and model, "
         rows["time"] += f"{figures['seconds']:.0f} s to train and validate{since}"
-    return Table.of_facts("plan", "The run", rows)
+    return rows

@@ -114,7 +114,8 @@ def train_with(
     started = time.monotonic()
     target = user_path(settings.save_path)
     store = None if active is None else active.plan()["store_path"]
-    read = (settings.model, settings.resume_adapter_file, store, *train_data_paths(settings.data))
+    start = getattr(settings, "resume_adapter_file", None)
+    read = (settings.model, start, store, *train_data_paths(settings.data))
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
     check_logger(settings)
@@ -122,10 +123,7 @@ def train_with(
     progress = progress if rank == 0 else None
     if progress and not dry_run:
         progress(0, 1, "reading the data")
-    settings = with_start(settings)
-    setup = set_up(settings, kind.rows_of, active)
-    guarded_run = guarded(settings, setup, processes, plan_only=dry_run, rows_of=kind.rows_of)
-    plan = planned(settings, guarded_run, target)
+    guarded_run, plan = kind.prepare(settings, target, processes, dry_run, active)
     if dry_run:
         return plan, kind.result_of(plan)
     with ExitStack() as stack:
@@ -134,12 +132,32 @@ def train_with(
 
 
 class TrainRun:
-    """A training and its files; subclasses change what it trains on and what comes of it."""
+    """A training and its files; subclasses change what it trains on and what comes of it.
+
+    written: files of what was trained. keeps_state: next to them the state, to train on from.
+    """
 
     command = "train"
     result_of = staticmethod(result_of)
     rows_of: RowsOf | None = None
     in_one_process = False
+    written: tuple[str, ...] = (WEIGHTS, CONFIG)
+    keeps_state = True
+
+    @classmethod
+    def prepare(
+        cls,
+        settings: TrainSettings,
+        target: Path,
+        processes: int,
+        plan_only: bool,
+        active: StackOfStore | None,
+    ) -> tuple[GuardedRun, TrainReport]:
+        """The run as it may go on, and its plan."""
+        settings = with_start(settings)
+        setup = set_up(settings, cls.rows_of, active)
+        run = guarded(settings, setup, processes, plan_only=plan_only, rows_of=cls.rows_of)
+        return run, planned(settings, run, target)
 
     def __init__(
         self,
@@ -179,7 +197,8 @@ class TrainRun:
         self._say("loading the model")
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
-        check_unchanged(setup.base_directory, setup.base_fingerprint)
+        if setup.base_fingerprint:
+            check_unchanged(setup.base_directory, setup.base_fingerprint)
         mx.reset_peak_memory()  # of training, not of widening the base
         self.head, note = find_output_head(self.model)
         setup.notes.extend([note] if note else [])
@@ -401,10 +420,11 @@ class TrainRun:
             self._write_adapter(directory, trainable_weights(self.model))
             # A log can still grow, a state is only ever replaced.
             clone_or_link(work.path / LOG, directory / LOG, copy=True)
-            clone_or_link(work.path / STATE, directory / STATE)
+            if self.keeps_state:
+                clone_or_link(work.path / STATE, directory / STATE)
             write_csv(directory / LOG, directory / METRICS)
             write_recipe(directory, self.command, self.settings)
-            names = (WEIGHTS, CONFIG, LOG, METRICS, RECIPE)
+            names = (*self.written, LOG, METRICS, RECIPE)
             files = [path for name in names if (path := directory / name).exists()]
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]

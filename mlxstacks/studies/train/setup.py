@@ -52,6 +52,7 @@ from mlxstacks.training.settings import (
     AlignSettings,
     OptimizerSettings,
     StackRunSettings,
+    TrainingSettings,
     TrainSettings,
 )
 
@@ -372,7 +373,7 @@ def read_data(
     return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
 
 
-def most_validated(settings: TrainSettings) -> int | None:
+def most_validated(settings: TrainingSettings) -> int | None:
     """How many rows, or pairs, to validate with; None for all."""
     return {None: VALIDATION_ROWS, -1: None}.get(
         settings.val_batches, (settings.val_batches or 0) * settings.batch_size
@@ -466,11 +467,12 @@ def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
 
 
 def optimizer_settings(
-    settings: TrainSettings, batches_per_epoch: int, notes: list[str]
+    settings: TrainingSettings, batches_per_epoch: int, notes: list[str]
 ) -> OptimizerSettings:
     """The optimizer's settings: batches become steps of `grad_accumulation_steps` batches."""
     each = settings.grad_accumulation_steps
-    iters = settings.iters or max(each, min(batches_per_epoch, MOST_DEFAULT_ITERS))
+    default = max(each, min(batches_per_epoch, MOST_DEFAULT_ITERS))
+    iters = default if settings.iters is None else settings.iters
     steps = -(-iters // each)
     if steps * each != iters and settings.iters:
         notes.append(f"iters {iters} was rounded up to {steps * each}, whole optimizer steps.")

@@ -1,4 +1,4 @@
-"""Starting weights of nano: drawn from a seed by name order, the same on every machine."""
+"""Starting weights of a decoder: drawn from a seed by name order, the same on every machine."""
 
 import math
 

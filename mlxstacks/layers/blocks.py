@@ -1,0 +1,203 @@
+"""Capability blocks: decoder layers beside a frozen base, on the embeddings that the base gets.
+
+    h = base(embeddings) + sum_d weight_d * block_d(embeddings)        then the base's norm and head
+    block(x) = out(norm(layers(x)))
+
+A block's layers are those of the base's architecture, a mixture of low-rank experts beside every
+projection (`MoELoRADelta`). `out` (D, D) begins at zero, so a new block adds nothing; protected
+directions V (D, k) are taken off its output in training and folded into it at the end. Letters:
+B rows, T tokens, D width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxstacks import base_model
+from mlxstacks.errors import StoreError
+from mlxstacks.files.block_store import BlockStore, read_block
+from mlxstacks.layers.attach import add_active, attach_stacks
+from mlxstacks.layers.nullspace import fold_into, remove_directions
+from mlxstacks.layers.settings import StackSettings
+from mlxstacks.layers.targets import find_targets
+
+
+class CapabilityBlock(nn.Module):
+    """layers: decoder layers as mlx-lm calls them, (x, mask, cache)."""
+
+    def __init__(self, layers: Sequence[nn.Module], width: int) -> None:
+        super().__init__()
+        self.layers = list(layers)
+        self.norm = nn.RMSNorm(width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.out.weight = mx.zeros((width, width))
+        self._null_vectors: mx.array | None = None
+
+    def __call__(self, x: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Embeddings (B, T, D) -> what to add to the base's output (B, T, D)."""
+        mask = "causal" if x.shape[1] > 1 else None
+        for layer, of_layer in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = layer(x, mask, cache=of_layer)
+        delta: mx.array = self.out(self.norm(x))
+        return delta if self._null_vectors is None else remove_directions(delta, self._null_vectors)
+
+    def protect(self, vectors: mx.array | None) -> None:
+        """Keep the output out of the span of orthonormal vectors (D, k); None lifts it."""
+        self._null_vectors = vectors
+
+    def fold(self) -> None:
+        """The protected directions into `out`, then freeze.
+
+        Law: the output is what it was, to rounding, and has no part in the span.
+        """
+        if self._null_vectors is not None:
+            self.out.weight = fold_into(self.out.weight, self._null_vectors)
+            self._null_vectors = None
+        self.freeze()
+
+
+def new_block(
+    config: Mapping[str, Any],
+    num_layers: int,
+    stack: StackSettings,
+    key: mx.array,
+    initial: Callable[[nn.Module], None] | None = None,
+) -> CapabilityBlock:
+    """A block for a base of this config, whose experts add nothing yet.
+
+    initial: sets the weights of a small model, whose layers become the block's; None: as mlx-lm
+        makes them, which draws from MLX's global state.
+    """
+    shape = {k: v for k, v in config.items() if k not in ("quantization", "layer_types")}
+    model = base_model.build_model({**shape, "num_hidden_layers": num_layers})
+    if initial is not None:
+        initial(model)
+    attach_stacks(model, find_targets(model))
+    add_active(model, stack, key)
+    block = CapabilityBlock(model.layers, int(config["hidden_size"]))
+    block.unfreeze()
+    return block
+
+
+class BlockedDecoder(nn.Module):
+    """A decoder (what an mlx-lm model has as `model`) with blocks beside it; called as it is.
+
+    Law: where no block has a weight other than 0 it is the decoder, bit for bit.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.blocks: dict[str, CapabilityBlock] = {}
+        self._weights: dict[str, float | mx.array] = {}
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.decoder.layers)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        return self.decoder.embed_tokens
+
+    def select(self, weights: Mapping[str, float | mx.array]) -> None:
+        """Blocks by name and weight, for all rows or (B,), for the calls that follow; the others
+        add nothing.
+
+        Raises: ValueError naming a block that is not there.
+        """
+        if unknown := sorted(weights.keys() - self.blocks.keys()):
+            raise ValueError(f"no block {', '.join(unknown)}; there are {', '.join(self.blocks)}")
+        self._weights = {
+            name: weight
+            for name, weight in weights.items()
+            if isinstance(weight, mx.array) or weight != 0
+        }
+
+    def __call__(
+        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        if not self._weights:
+            return self.decoder(inputs, cache, input_embeddings)
+        x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+        caches, at = dict.fromkeys(self.blocks), len(self.layers)
+        if cache is not None:
+            for name, block in self.blocks.items():
+                caches[name] = cache[at : at + len(block.layers)]
+                at += len(block.layers)
+            cache = cache[: len(self.layers)]
+        delta: Any = 0.0
+        on: Any = False
+        for name, weight in self._weights.items():
+            scale = weight[:, None, None] if isinstance(weight, mx.array) else weight
+            delta = delta + scale * self.blocks[name](x, caches[name])
+            on = mx.logical_or(on, scale != 0)
+        norm = self.decoder.norm
+        self.decoder.norm = _Added(norm, delta, on)
+        try:
+            return self.decoder(inputs, cache, x)
+        finally:
+            self.decoder.norm = norm
+
+
+class _Added(nn.Module):
+    """A norm of what it is given and a delta; rows without blocks keep their bits."""
+
+    def __init__(self, norm: nn.Module, delta: mx.array, on: mx.array) -> None:
+        super().__init__()
+        self._norm, self._delta, self._on = norm, delta, on
+
+    def __call__(self, h: mx.array) -> mx.array:
+        normed: mx.array = self._norm(mx.where(self._on, h + self._delta.astype(h.dtype), h))
+        return normed
+
+
+def attach_blocks(model: nn.Module) -> BlockedDecoder:
+    """Make a place for blocks in an mlx-lm model of a plain decoder (`model.model` with
+    `embed_tokens`, `layers`, `norm`), freeze it, and let its caches hold theirs.
+
+    Raises: ValueError: another kind of model.
+    """
+    decoder = model.model
+    if not all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm")):
+        raise ValueError(f"{type(decoder).__name__}: blocks need embed_tokens, layers and norm")
+    blocked = BlockedDecoder(decoder)
+    model.model = blocked
+    model.freeze()
+
+    def make_cache(model: nn.Module) -> list[Any]:
+        blocks = [layer for block in model.model.blocks.values() for layer in block.layers]
+        return base_model.make_prompt_cache(SimpleNamespace(layers=[*model.layers, *blocks]))
+
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"make_cache": make_cache})
+    return blocked
+
+
+def block_arrays(block: CapabilityBlock) -> dict[str, mx.array]:
+    """Its parameters by name, float32; those of the experts' noise are not kept."""
+    named = tree_flatten(block.parameters())
+    return {n: w.astype(mx.float32) for n, w in named if not n.endswith(".noise")}
+
+
+def load_block(directory: Path, store: BlockStore, name: str) -> CapabilityBlock:
+    """A block of a store, frozen, in evaluation mode. Law: its arrays are those that were stored.
+
+    Raises: StoreError: no such block, a changed file, or arrays that are not of its settings.
+    """
+    arrays = read_block(directory, store, name)
+    settings = store.blocks[name].settings
+    stack = StackSettings.model_validate(settings["stack"])
+    block = new_block(store.config, settings["num_layers"], stack, mx.random.key(0))
+    own = {n: w.shape for n, w in block_arrays(block).items()}
+    if own != {n: w.shape for n, w in arrays.items()}:
+        raise StoreError(f"{directory}: block {name} has not the arrays of its settings")
+    block.load_weights(list(arrays.items()), strict=False)
+    block.freeze()
+    block.eval()
+    mx.eval(block.parameters())
+    return block
