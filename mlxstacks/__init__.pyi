@@ -410,7 +410,7 @@ def run(recipe: str | Path | Mapping[str, Any], *,
     """Run any command from a recipe, or read back its result if the settings are the same."""
 
 def stack(model: str | Path | None = None,
-    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, *,
     domains: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     validation_rows: int | None = None, rounds: int = 2, layers: str | int | Sequence[int] = 'all',
@@ -542,7 +542,7 @@ def sweep_buffers(model: str | Path | None = None, *, save_path: str | Path | No
     """Test whether rank changes the number of live buffers, with a counting allocator."""
 
 def train(model: str | Path | None = None,
-    data: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, *, iters: int | None = None, batch_size: int = 4,
     grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,

@@ -15,12 +15,12 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 PathLike = str | Path
-Rows = Sequence[Mapping[str, Any]]
-"""Rows as dicts; a `datasets.Dataset` and a pandas DataFrame are taken too."""
+Rows = Union[Iterable[Mapping[str, Any]], "pandas.DataFrame"]
+"""Rows as dicts: a list, a `datasets.Dataset`, a generator; or a pandas DataFrame."""
 Progress = bool | Callable[..., None] | None
 """Of what takes long. None: a bar in a notebook and on a terminal, else nothing; a callable gets
 (done, total) or (done, total, what)."""

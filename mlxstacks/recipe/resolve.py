@@ -247,7 +247,7 @@ def _explain(
         if len(location) == 1 and (instead := key_elsewhere(command, key, known)):
             return f"unknown key {key!r}: {instead}"
         if len(location) == 1 and (inner := nested_key(settings_class, key)):
-            return f"unknown key {key!r}: here it is {inner!r}"
+            return f"unknown key {key!r}: here it is --set {inner}=..."
         hint = nearest(str(location[-1]), known)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":

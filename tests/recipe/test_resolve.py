@@ -246,7 +246,7 @@ def test_numbers_that_no_test_or_memory_can_have_are_refused(
 
 
 def test_a_key_of_nested_settings_is_named_whole() -> None:
-    with pytest.raises(InputError, match=r"unknown key 'rank': here it is 'train\.rank'"):
+    with pytest.raises(InputError, match=r"unknown key 'rank': here it is --set train\.rank="):
         resolve("confound", {"rank": 4})
 
 

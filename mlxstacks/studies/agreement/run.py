@@ -39,6 +39,7 @@ from mlxstacks.study.document import Block, Cell, Kind, Plot, Series, Standing, 
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.progress import WholeProgress
+from mlxstacks.study.render.words import listed
 from mlxstacks.study.result import Result
 from mlxstacks.training.modes import prepare_base
 
@@ -189,7 +190,7 @@ def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ..
     gate = f"agreement is below --fail-under-agreement {least}: {', '.join(low)}" if low else None
     return Result(
         **ABOUT, status="done", standing=Standing(), outcome=outcome(figures),
-        verdict=verdict(figures), blocks=blocks(figures), notes=notes,
+        verdict=verdict(figures, _with_adapters(settings)), blocks=blocks(figures), notes=notes,
         data={"models": figures, "top_k": TOP_K}, failed_gate=gate,
     )  # fmt: skip
 
@@ -288,21 +289,21 @@ def outcome(figures: dict[str, dict[str, Figures]]) -> str:
     return f"{' to '.join(ends)}% agree"
 
 
-def verdict(figures: dict[str, dict[str, Figures]]) -> str:
-    """The lowest KL first; of more than three the lowest and the highest. And which models are not
-    told from the first: those whose interval overlaps its own.
+def verdict(figures: dict[str, dict[str, Figures]], reference: str) -> str:
+    """The reference, and the lowest KL first; of more than three the lowest and the highest. And
+    which models cannot be told from the first: those whose interval overlaps its own.
     """
     ordered = sorted(figures.items(), key=lambda pair: float(pair[1]["all"]["kl_nats"]))
     said = [f"{name}: {in_words(parts['all'])}" for name, parts in ordered]
     if len(said) <= 3:
-        words = f"Compared with the reference, {'; '.join(said)}."
+        words = f"The reference is {reference}. {'; '.join(said)}."
     else:
-        words = f"Closest to the reference by KL is {said[0]}; farthest {said[-1]}; "
-        words += f"{len(said) - 2} lie between."
+        words = f"The reference is {reference}. Closest to it by KL is {said[0]}; farthest "
+        words += f"{said[-1]}; {len(said) - 2} lie between."
     (closest, first), *others = ordered
     _, high = first["all"]["kl_nats_interval"] or (0.0, 0.0)
     near = [name for name, p in others if (p["all"]["kl_nats_interval"] or (math.inf,))[0] <= high]
-    return f"{words} Not told from {closest}: {', '.join(near)}." if near else words
+    return f"{words} By KL, {listed(near)} cannot be told from {closest}." if near else words
 
 
 def in_words(parts: Figures) -> str:

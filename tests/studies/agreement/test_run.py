@@ -147,8 +147,8 @@ def test_models_that_cannot_be_told_apart_are_not_ranked() -> None:
     """As of three fuses of one adapter: KL 1.7224 (1.59 to 1.87) twice, 1.7281 (1.60 to 1.87)."""
     same, other = figures_with(1.7224, 1.5918, 1.8700), figures_with(1.7281, 1.5968, 1.8707)
     far = figures_with(7.5, 7.0, 8.0)
-    words = verdict({"b": same, "a": other, "c": same, "far": far})
-    assert words.startswith("Closest to the reference by KL is b:")
-    assert words.endswith("2 lie between. Not told from b: c, a.")
-    assert "Not told" not in verdict({"b": same, "far": far})
-    assert "Not told" not in verdict({"b": same})
+    words = verdict({"b": same, "a": other, "c": same, "far": far}, "base")
+    assert words.startswith("The reference is base. Closest to it by KL is b:")
+    assert words.endswith("2 lie between. By KL, c, a cannot be told from b.")
+    assert "cannot be told" not in verdict({"b": same, "far": far}, "base")
+    assert "cannot be told" not in verdict({"b": same}, "base")
