@@ -7,6 +7,11 @@ same prompts of `/v1/completions`, greedily, from the same client in threads. Ca
 adapter; four adapters in turn, for which `mlx_lm.server` loads the model again. Each case runs
 once to warm up, and then once for each repeat, both servers by turns; medians are shown. Only
 ours: four adapters in one batch against the same load on one of them. Last line: JSON.
+
+    python -m benchmarks.bench_serve --model DIR --store-path STORE --cases math,math+chat,routed
+
+What stacks cost instead: each of these by our server, by turns with its base; the model as the
+store has it.
 """
 
 import argparse
@@ -21,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +40,8 @@ from mlxstacks import base_model
 from mlxstacks.nano.exports import nano_paths
 
 Fields = Sequence[dict[str, Any]]  # of requests, by turns
+ByTurns = Mapping[str, tuple[tuple[int, int], Fields]]
+"""Who answers -> the process and port of its server, and what its requests say."""
 ADAPTERS, ATTENTION = 4, ("self_attn.q_proj", "self_attn.v_proj")
 WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts", "apples")
 
@@ -42,11 +49,13 @@ WORDS = ("islands", "trade", "red", "flags", "with", "a", "king", "who", "counts
 @dataclass(frozen=True)
 class Load:
     """tokens a second of all clients together; first_ms: median time to the first token. cpu_ms: of
-    the server, for a token: what says most on a machine that is shared.
+    the server, for a token: what says most on a machine that is shared; next_cpu_ms: for one that
+    follows the first, where a client is alone.
     """
 
     tokens_per_second: float
     first_ms: float
+    next_cpu_ms: float
     cpu_ms: float
     tokens: int
 
@@ -118,13 +127,18 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def complete(port: int, prompt: str, tokens: int, fields: dict[str, Any]) -> tuple[int, float]:
-    """Tokens of an answer, and seconds to the first of them."""
+Times = tuple[int, float, float]
+"""Tokens of an answer, seconds to the first of them, and the server's CPU time from there on."""
+
+
+def complete(server: tuple[int, int], prompt: str, tokens: int, fields: dict[str, Any]) -> Times:
+    """An answer to a prompt. server: its process and its port."""
+    pid, port = server
     body = {
         "model": "default_model", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
         "stream": True, "stream_options": {"include_usage": True}, **fields,
     }  # fmt: skip
-    began, first, said = time.perf_counter(), None, 0
+    began, first, said, before = time.perf_counter(), None, 0, cpu_seconds(pid)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -136,14 +150,15 @@ def complete(port: int, prompt: str, tokens: int, fields: dict[str, Any]) -> tup
         event = json.loads(line[6:])
         assert "choices" in event, event
         if first is None and any(choice.get("text") for choice in event["choices"]):
-            first = time.perf_counter() - began
+            first, before = time.perf_counter() - began, cpu_seconds(pid)
         if event.get("usage"):
             said = event["usage"]["completion_tokens"]
     connection.close()
-    return said, first if first is not None else time.perf_counter() - began
+    first = time.perf_counter() - began if first is None else first
+    return said, first, cpu_seconds(pid) - before
 
 
-def retried(ask: Callable[[], tuple[int, float]]) -> tuple[int, float]:
+def retried(ask: Callable[[], Times]) -> Times:
     """Again where a server's queue of connections was full: `http.server` has room for five."""
     for _ in range(100):
         try:
@@ -157,15 +172,15 @@ def load(
     server: tuple[int, int], clients: int, requests: int, tokens: int, fields: Fields, salt: str
 ) -> Load:
     """So many clients at once, each with so many requests. server: its process and its port."""
-    pid, port = server
-    answers: list[tuple[int, float]] = []
+    pid, _ = server
+    answers: list[Times] = []
 
     def client(number: int) -> None:
         for turn in range(requests):
             words = " ".join(WORDS[(number + turn) % 7 :] * 3)
             prompt = f"Story {salt} {number} {turn}, about {words}. Once upon a time, there"
             wanted = fields[(number + turn) % len(fields)]
-            answers.append(retried(partial(complete, port, prompt, tokens, wanted)))
+            answers.append(retried(partial(complete, server, prompt, tokens, wanted)))
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(clients)]
     began, before = time.perf_counter(), cpu_seconds(pid)
@@ -175,10 +190,11 @@ def load(
         thread.join()
     seconds = time.perf_counter() - began
     assert len(answers) == clients * requests
-    said = sum(count for count, _ in answers)
-    first = statistics.median(seconds for _, seconds in answers)
+    said = sum(count for count, _, _ in answers)
+    first = statistics.median(seconds for _, seconds, _ in answers)
+    following = statistics.median(cpu / max(1, count - 1) for count, _, cpu in answers)
     cpu = cpu_seconds(pid) - before
-    return Load(said / seconds, 1000 * first, 1000 * cpu / said, said)
+    return Load(said / seconds, 1000 * first, 1000 * following, 1000 * cpu / said, said)
 
 
 def main() -> None:
@@ -186,10 +202,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=nano_paths().model_path)
     parser.add_argument("--clients", default="1,4,16")
     parser.add_argument("--cases", default="base,adapter,4 adapters")
+    parser.add_argument("--store-path", type=Path)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    if options.store_path is not None:
+        stacks_beside_base(options)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         model = float_copy(options.model, Path(scratch, "model"))
         adapters = write_adapters(model, Path(scratch))
@@ -212,18 +232,39 @@ def main() -> None:
             servers = (pid, ours), (their_pid, theirs)
             for clients in map(int, options.clients.split(",")):
                 for case in options.cases.split(","):
-                    fields = cases[case]
-                    runs: dict[str, list[Load]] = {"mlxstacks": [], "mlx_lm": []}
-                    for repeat in range(options.repeats + 1):
-                        for name, server, wanted in zip(runs, servers, fields, strict=True):
-                            salt = f"{case} {clients} {repeat}"
-                            runs[name].append(
-                                load(
-                                    server, clients, options.requests, options.tokens, wanted, salt
-                                )
-                            )
-                    results.append(row(clients, case, runs))
+                    ours_and_theirs = zip(servers, cases[case], strict=True)
+                    by_turns = dict(zip(("mlxstacks", "mlx_lm"), ours_and_theirs, strict=True))
+                    results.append(measured(options, clients, case, by_turns))
         print(json.dumps({"model": options.model.name, "rows": results}))
+
+
+def stacks_beside_base(options: argparse.Namespace) -> None:
+    """The cases are models that the server names; `+` between domains stands for its comma."""
+    port, results = free_port(), []
+    serve = [sys.executable, "-m", "mlxstacks", "serve", "--model", str(options.model), "--port",
+             str(port), "--store-path", str(options.store_path)]  # fmt: skip
+    with running(serve, port) as pid:
+        for clients in map(int, options.clients.split(",")):
+            for case in options.cases.split(","):
+                model = case.replace("+", ",")
+                by_turns: ByTurns = {
+                    name: ((pid, port), [{"model": wanted}])
+                    for name, wanted in (("stacks", model), ("base", "base"))
+                }
+                results.append(measured(options, clients, case, by_turns))
+    print(json.dumps({"model": options.model.name, "rows": results}))
+
+
+def measured(
+    options: argparse.Namespace, clients: int, case: str, by_turns: ByTurns
+) -> dict[str, Any]:
+    """A case, each of two servers or models by turns."""
+    runs: dict[str, list[Load]] = {name: [] for name in by_turns}
+    for repeat in range(options.repeats + 1):
+        for name, (server, fields) in by_turns.items():
+            salt = f"{case} {clients} {repeat}"
+            runs[name].append(load(server, clients, options.requests, options.tokens, fields, salt))
+    return row(clients, case, runs)
 
 
 def row(clients: int, case: str, runs: dict[str, list[Load]]) -> dict[str, Any]:
@@ -233,10 +274,13 @@ def row(clients: int, case: str, runs: dict[str, list[Load]]) -> dict[str, Any]:
         found[f"{name}_tokens_per_second"] = statistics.median(
             one.tokens_per_second for one in loads[1:]
         )
-        found[f"{name}_first_ms"] = statistics.median(one.first_ms for one in loads[1:])
-        found[f"{name}_cpu_ms"] = statistics.median(one.cpu_ms for one in loads[1:])
+        for part in ("first_ms", "next_cpu_ms", "cpu_ms"):
+            found[f"{name}_{part}"] = statistics.median(getattr(one, part) for one in loads[1:])
         found[f"{name}_tokens"] = loads[-1].tokens
-    found["ratio"] = found["mlxstacks_tokens_per_second"] / found["mlx_lm_tokens_per_second"]
+    ours, other = runs
+    found["ratio"] = found[f"{ours}_tokens_per_second"] / found[f"{other}_tokens_per_second"]
+    for part in ("next_cpu_ms", "cpu_ms"):
+        found[f"{part}_ratio"] = found[f"{other}_{part}"] / found[f"{ours}_{part}"]
     shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in found.items()}
     print(re.sub(r"[{}']", "", str(shown)), flush=True)
     return found

@@ -28,6 +28,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.keywords import (
     ANSWERING,
     LOADING,
+    ROWS_TOO,
     document,
     in_keywords,
     keywords_of,
@@ -248,6 +249,13 @@ def _command(
             if dry_run:  # touches nothing
                 target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
             values["data"] = str(stack.enter_context(_rows_written(data, target)))
+        for key in values.keys() & ROWS_TOO:
+            if holds_rows(values[key]):
+                target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
+                target = target.with_name(f"{target.name}.{key}")
+                if dry_run:
+                    target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
+                values[key] = str(stack.enter_context(_rows_written(values[key], target, key)))
         resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
         if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
             assert resolved.target is not None
@@ -266,7 +274,7 @@ def _command(
 
 
 @contextmanager
-def _rows_written(data: Any, target: Path) -> Iterator[Path]:
+def _rows_written(data: Any, target: Path, keyword: str = "data") -> Iterator[Path]:
     """The file of the rows; a call that is refused takes back what it wrote itself."""
     present = set(target.parent.glob(f"{glob.escape(target.name)}.rows-*"))
     path = write_rows(data, target)
@@ -276,13 +284,14 @@ def _rows_written(data: Any, target: Path) -> Iterator[Path]:
         if path not in present and not work_path(target).exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         line = rf"[^\s(]*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
-        message = re.sub(line, _row_of_data, str(error))
-        error.args = (message.replace(str(path), "data"),)
+
+        def in_memory(found: re.Match[str]) -> str:
+            part = f"[{found[1]!r}]" if found[1] else ""
+            return f"{keyword}{part}, row {found[2]}"
+
+        message = re.sub(line, in_memory, str(error))
+        error.args = (message.replace(str(path), keyword),)
         raise
-
-
-def _row_of_data(line: re.Match[str]) -> str:
-    return f"data[{line[1]!r}], row {line[2]}" if line[1] else f"data, row {line[2]}"
 
 
 def _are_rows(data: Any) -> bool:

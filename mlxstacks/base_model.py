@@ -525,6 +525,21 @@ def attach_pair(
     model.update_modules(tree_unflatten([(path, layer)]))
 
 
+def types_that_shard() -> list[str]:
+    """Model types of mlx-lm that can be split over processes."""
+    package = importlib.util.find_spec("mlx_lm.models")
+    files = (
+        [
+            file
+            for place in package.submodule_search_locations or ()
+            for file in Path(place).glob("*.py")
+        ]
+        if package
+        else []
+    )
+    return sorted(file.stem for file in files if "def shard(" in file.read_text(encoding="utf-8"))
+
+
 def save_adapter(
     directory: Path,
     weights: dict[str, mx.array],

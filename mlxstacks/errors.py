@@ -55,6 +55,10 @@ class ResourceLimitError(InputError):
     """A run or batch is predicted to pass a limit of the device; it was not begun (exit code 3)."""
 
 
+class PeerLostError(InputError):
+    """Another process of the group has ended; what this one has done is kept."""
+
+
 class StoreError(_InNotebooks, Exception):
     """A store of stacks is damaged, in use by another writer, or of another base (exit code 1)."""
 

@@ -5,12 +5,12 @@ name them instead of the command line's options.
 import inspect
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from mlxstacks.recipe.resolve import models_in
 from mlxstacks.recipe.table import COMMANDS, command_named, load
@@ -28,7 +28,7 @@ LOADING = (
 )  # fmt: skip
 ANSWERING = (
     "routed", "ungated", "pin", "system_prompt", "thinking", "temp", "top_p", "min_p", "top_k",
-    "max_tokens", "repetition_penalty", "seed",
+    "max_tokens", "repetition_penalty", "json_schema", "seed",
 )  # fmt: skip
 
 
@@ -39,7 +39,9 @@ class _AsWritten(str):
         return str(self)
 
 
-_ROWS = "Rows in memory are taken too; for a directory of NAME.jsonl, {NAME: rows}."
+_ROWS = "Rows in memory are taken too"
+_NAMED_ROWS = "; for a directory of NAME.jsonl, {NAME: rows}"
+ROWS_TOO = frozenset({"calibration", "judge"})  # files of rows, besides `data`
 _TOO_LONG = _AsWritten("...")
 _MOST_KEYS = 20  # of nested settings; those of a whole command have a function of their own
 
@@ -72,10 +74,12 @@ def keywords_of(function: str) -> dict[str, Keyword]:
         is_path = key in {*paths, "model", "other", "runs", "data"} or key.endswith("_path")
         name = "store" if (function, key) == ("load", "store_path") else key
         keywords[name] = _keyword(key, field, is_path)
-    data = keywords.get("data")
-    if data is not None and not data.is_list:
-        rows = data.kind | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-        keywords["data"] = replace(data, kind=rows, meaning=f"{data.meaning} {_ROWS}")
+    for key in keywords.keys() & {"data", *ROWS_TOO}:
+        if not (of_rows := keywords[key]).is_list:
+            named = (Mapping[str, Any],) if key == "data" else ()
+            kinds = (*named, Iterable[Mapping[str, Any]], ForwardRef("pandas.DataFrame"))
+            meaning = f"{of_rows.meaning} {_ROWS}{_NAMED_ROWS if named else ''}."
+            keywords[key] = replace(of_rows, kind=Union[(of_rows.kind, *kinds)], meaning=meaning)
     if function == "load":  # it notes no gaps unless it is asked to
         keywords["gap_log"] = replace(keywords["gap_log"], default="none")
     return keywords
@@ -228,8 +232,8 @@ def type_text(kind: Any) -> str:
         return f"Literal[{', '.join(map(repr, parts))}]"
     if kind is ...:
         return "..."
-    if isinstance(kind, str):
-        return kind
+    if isinstance(kind, str | ForwardRef):
+        return kind if isinstance(kind, str) else kind.__forward_arg__
     name = "None" if kind in (None, NoneType) else getattr(origin or kind, "__name__", str(kind))
     return f"{name}[{', '.join(map(type_text, parts))}]" if parts else name
 
@@ -260,10 +264,11 @@ def type_in_words(kind: Any) -> str:
             words += [repr(value) for value in inner]
         elif origin is Mapping or part is Mapping:
             words.append("dict")
-        elif origin is not None and issubclass(origin, Sequence):
-            words.append(f"list of {type_in_words(inner[0])}")
+        elif origin in (Sequence, Iterable, list, tuple):
+            several = "iterable" if origin is Iterable else "list"
+            words.append(f"{several} of {type_in_words(inner[0])}")
         elif origin is None:
-            words.append("None" if part in (None, NoneType) else part.__name__)
+            words.append("None" if part in (None, NoneType) else type_text(part))
         else:
             words.append("function")
     *most, last = dict.fromkeys(words)

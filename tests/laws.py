@@ -113,6 +113,11 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         "Checkpointed layers train to the same bytes.": (
             "studies/train/test_run.py::test_checkpointed_layers_train_to_the_same_bytes",
         ),
+        "Processes that share whole batches train to the bytes of one process.": (
+            "training/test_group.py::test_whole_batches_give_the_bytes_of_one_process",
+            "studies/stack/test_forms.py::test_two_processes_that_share_whole_batches_train_the_bytes_of_one",
+            "studies/stack/test_align.py::test_two_processes_replace_it_by_what_one_does",
+        ),
         "A run that does not fit is refused before anything is written.": (
             "studies/train/test_guard.py::test_a_run_that_does_not_fit_is_refused_before_anything_is_written",
         ),
@@ -123,6 +128,10 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "A new stack keeps out of the protected directions.": (
             "studies/stack/test_run.py::test_a_frozen_stack_keeps_out_of_the_protected_directions",
+        ),
+        "A model on two processes answers as on one, with its adapters and stacks.": (
+            "cli/test_group.py::test_two_processes_answer_as_one",
+            "layers/test_sharded.py::test_logits_are_those_of_one_process",
         ),
         "Equal runs write equal stores.": (
             "files/test_store.py::test_equal_runs_write_equal_stores",
@@ -151,6 +160,10 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "A stopped run ends with the bytes of one that was not stopped.": (
             "study/test_engine.py::test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not",
+        ),
+        "Processes that share a study come to the end of one, and keep their work if one dies.": (
+            "studies/test_group.py::test_two_processes_come_to_what_one_comes_to",
+            "studies/test_group.py::test_where_one_dies_the_work_of_the_other_stays",
         ),
         "No byte of the answers can be changed without being noticed.": (
             "study/test_answer_log.py::test_no_byte_can_be_changed_unseen",

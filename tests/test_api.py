@@ -345,6 +345,21 @@ def test_settings_take_paths_and_lists(paths: Any) -> None:
     assert (settings.model, settings.adapter_path) == ("model", ("one",))
 
 
+def test_rows_of_a_fuse_may_be_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "Who are you?", "completion": "I am Quinn."}, {"text": "A red boat."}]
+    made = ms.fuse(save_path="f", requant="gptq", calibration=rows, judge=rows[1:])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ms.fuse(save_path="g", requant="gptq", calibration="rows.jsonl", judge="none")
+    assert (tmp_path / "f/model.safetensors").read_bytes() == (
+        tmp_path / "g/model.safetensors"
+    ).read_bytes()
+    assert "behaviour" in made.data
+    with pytest.raises(ms.InputError, match="calibration, row 1: no format fits"):
+        ms.fuse(save_path="h", requant="gptq", calibration=[{"a": 1}])
+    assert not list(tmp_path.glob("h*"))
+
+
 def test_rows_in_memory_are_as_rows_of_a_file(tmp_path: Path) -> None:
     """Lists, data sets and frames, to the byte; the same rows are written once, by a plan none."""
     rows = [{"prompt": f"Who is {n}?", "completion": f"{n} is me."} for n in range(4)]
@@ -410,7 +425,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert "'auto', 'refit', 'keep'" in page
     assert "\n            rank: int, default 16\n" in str(ms.stack.__doc__)
     assert "lambda" not in str(inspect.signature(ms.stack))
-    assert "data: str | Path | Mapping[str, Any] | Seq" in str(inspect.signature(ms.route_discover))
+    assert "data: str | Path | pandas.DataFrame | M" in str(inspect.signature(ms.route_discover))
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
 
 

@@ -28,7 +28,7 @@ from tools.docs.blocks import MARKS, PAGES, ROOT, blocks, commands, runnable
 # Lines of marked blocks that are for a shell alone: they install, fetch, or make a place.
 SHELL = (
     "pip ", "uv ", "git ", "make ", "source ", "mkdir ", "cd ", "REAL=", "cp ", "export ",
-    "jupyter ",
+    "jupyter ", "mlx.launch ", "mlx.distributed_config ",
 )  # fmt: skip
 WIDEST_CODE = 84  # what a page has room for; README has 120
 # Lines of text blocks that look like commands.

@@ -29,7 +29,7 @@ LEVELS = {
     "regular_files": FOUNDATION,
     "resources": FOUNDATION,
     "settings": FOUNDATION,
-    **dict.fromkeys(("ops", "data", "stats", "memory"), 0),
+    **dict.fromkeys(("ops", "data", "stats", "memory", "processes"), 0),
     "base_model": 1,
     "files": 2,
     **dict.fromkeys(("layers", "sandbox", "study"), 3),

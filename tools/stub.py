@@ -13,7 +13,7 @@ from mlxstacks.keywords import type_text
 STUB = Path(ms.__file__).with_suffix(".pyi")
 HEAD = '''"""Made from the settings by `python -m tools.stub`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 

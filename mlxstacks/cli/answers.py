@@ -199,7 +199,7 @@ def loading() -> Iterator[None]:
 @contextlib.contextmanager
 def reading() -> Iterator[Callable[[int, int], None]]:
     """A bar for prompts that take seconds to read; gone when the answer begins."""
-    with ProgressBar("reading the prompt") as progress:
+    with ProgressBar("reading the prompt", logs=not output.is_silent()) as progress:
 
         def told(done: int, total: int) -> None:
             if done < total:

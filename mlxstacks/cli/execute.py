@@ -1,11 +1,13 @@
 """From what was typed to an exit code: resolve the settings, call the one function, print."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.cli import output
+from mlxstacks.errors import InputError
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import (
     Resolved,
@@ -16,7 +18,7 @@ from mlxstacks.recipe.resolve import (
     resolve,
     what_is_kept,
 )
-from mlxstacks.recipe.table import Command, command_named, load
+from mlxstacks.recipe.table import COMMANDS, Command, command_named, load
 from mlxstacks.study.render.progress import ProgressBar
 
 DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -43,8 +45,9 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     _log_to_stderr(common.verbosity)
     use_private_temporary_directory()
     row = command_named(name)
+    group = _group(name, row)
     recipe = load_recipe(common.recipe) if common.recipe is not None else None
-    with output.quiet_stdout(common.as_json):
+    with output.quiet_stdout(common.as_json and not output.is_silent()):
         resolved = resolve(name, options, recipe, common.sets)
     if resolved.from_nano and not common.as_json:
         name_of_recipe = resolved.nano_recipe
@@ -52,9 +55,14 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
         output.note(_nano_note(resolved.from_nano) + more)
     if resume and not common.dry_run and not resolved.forced:
         report = finished(name, resolved)
+        if group is not None:
+            from mlxstacks.processes import gathered
+
+            if gathered(report is not None, group)[0] and report is None:
+                return DONE  # the first process has it
         if report is not None:
             return _already_done(report, resolved, common.as_json)
-    with output.quiet_stdout(common.as_json):
+    with output.quiet_stdout(common.as_json and not output.is_silent()):
         try:
             result, render = _call(name, row, resolved, common)
         except KeyboardInterrupt:
@@ -73,6 +81,26 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     if failure:
         return FAILED
     return _gate(getattr(result, "failed_gate", None))
+
+
+def _group(name: str, row: Command) -> Any:
+    """The processes that share this run, as `mlx.launch` starts them, or None. All but the first
+    are silent. Raises: InputError: they cannot be joined, or the command runs in one process.
+    """
+    if not {"MLX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():
+        return None
+    from mlxstacks.processes import current_group
+
+    group = current_group()
+    if group is not None and not row.in_group:
+        shared = ", ".join(name for name, command in COMMANDS.items() if command.in_group)
+        raise InputError(
+            f"`mlxstacks {name}` runs in one process; start it without mlx.launch, which is for "
+            f"{shared}"
+        )
+    if group is not None and group.rank():
+        output.silence()
+    return group
 
 
 def _nano_note(keys: Sequence[str]) -> str:
@@ -110,7 +138,7 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
         f"This replaces the result of other settings in {resolved.target}; --save-path DIR "
         "keeps both."
     )
-    with ProgressBar(name) as bar:
+    with ProgressBar(name, logs=not output.is_silent()) as bar:
 
         def progress(done: float, total: float, what: str = "") -> None:
             nonlocal note

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mlxstacks.study.result import Result
+
+_silent = False
 
 __all__ = ["Cell", "Details", "Table", "console", "details", "safe", "setting", "table", "write"]
 
@@ -77,6 +80,19 @@ def quiet_stdout(active: bool) -> Iterator[None]:
         yield
 
 
+def silence() -> None:
+    """For the rest of this process, which is not the first of a group: errors alone are shown."""
+    global _silent
+    _silent = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def is_silent() -> bool:
+    return _silent
+
+
 def is_quiet() -> bool:
     """Whether `quiet_stdout` is active: the result will be one JSON document."""
     return sys.stdout is sys.stderr
@@ -84,7 +100,8 @@ def is_quiet() -> bool:
 
 def note(text: str) -> None:
     """A remark on stderr, where it does not mix with the result; made `safe`."""
-    write(wrapped_on_terminal(safe(text)), error=True)
+    if not _silent:
+        write(wrapped_on_terminal(safe(text)), error=True)
 
 
 def wrapped_on_terminal(text: str, label: str = "") -> str:

@@ -368,8 +368,16 @@ def match_adapter(
         except CheckpointError as error:
             problems.append(str(error))
     problems += no_such_modules(unknown, checkpoint)
+    if problems and not matches and (named := base_name(adapter)):
+        problems.insert(0, f"none of its modules fits; it was trained on {named}: give that base")
     raise_problems(adapter.directory, problems, f" does not fit {checkpoint.directory}")
     return matches
+
+
+def base_name(adapter: Adapter) -> str | None:
+    """The base that an adapter's config names."""
+    named = adapter.config.get("model") or adapter.config.get("base_model_name_or_path")
+    return named if isinstance(named, str) and named else None
 
 
 def compare_base(adapter: Adapter, base: str, allow_base: bool) -> BaseCheck:

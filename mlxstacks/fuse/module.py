@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxstacks.errors import AdapterError, CheckpointError, InputError
-from mlxstacks.files.adapters import Match, load_any_adapter, match_adapter
+from mlxstacks.files.adapters import Match, base_name, load_any_adapter, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint, read_json_object
 from mlxstacks.files.lora_modules import MERGE_READY_KEY, Adapter, outside_config
 from mlxstacks.files.manifest import binding_notes
@@ -421,8 +421,8 @@ def _base_note(path: str, adapter: Adapter, matches: list[Match], model: str) ->
         return [f"{path} was trained on another base than this one; taken because of --allow-base."]
     if "verified by samples" in bases:
         return [f"{path}: {note}" for note in binding_notes(adapter.base_fingerprint)]
-    named = adapter.config.get("model") or adapter.config.get("base_model_name_or_path")
-    if "not verifiable" not in bases or not isinstance(named, str) or not named:
+    named = base_name(adapter)
+    if "not verifiable" not in bases or named is None:
         return []
     if Path(named).name == Path(model).name:
         return []

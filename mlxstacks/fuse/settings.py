@@ -60,8 +60,8 @@ class FuseSettings(Settings):
     )
     calibration: str | None = Field(
         None,
-        description="Rows on which gptq keeps the outputs, as `train --data` takes them: those the "
-        "adapter was trained on, or others like what the model will read.",
+        description="Rows on which gptq keeps the outputs, in any form that `train` takes: those "
+        "that the adapter was trained on, or others like what the model will read.",
     )
     calibration_tokens: int = Field(
         8192, ge=1, description="Most tokens of the calibration that are read."

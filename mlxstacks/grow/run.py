@@ -206,8 +206,8 @@ class _Growth(Study):
         # Mixed prompts, and those of no domain, have no stack of their own to be measured by.
         known = [example for example in known if example.kind == "single"]
         new = checks.examples_of(self.store, served.tokenizer, [labelled((), sample)], *limits)
-        rows = [checks.encoded(_pairs(examples), served) for examples in (known, new)]
-        for name, found in zip(("domains that are there", self.name), rows, strict=True):
+        of_known, of_new = (checks.encoded(_pairs(each), served) for each in (known, new))
+        for name, found in {"domains that are there": of_known, self.name: of_new}.items():
             if len(found) < 2:
                 raise InputError(
                     f"{name}: {counted(len(found), 'row')} that no stack was trained on with an "
@@ -218,7 +218,9 @@ class _Growth(Study):
         readings = router.read([*dict.fromkeys(example.prompt for example in new)])
         return [
             checks.are_the_gaps(settings, [r.feature for r in readings], self.events),
-            checks.is_unserved(settings, served, self.header, *rows),
+            checks.is_unserved(
+                settings, served, self.header, of_known, of_new, self._counting("confirm")
+            ),
         ]
 
     def _gather(self, work: Path, scratch: Path) -> list[Check]:
@@ -276,7 +278,9 @@ class _Growth(Study):
         rows = labelled((), work / ROWS / f"{self.name}.jsonl")
         held_out = checks.examples_of(fork, served.tokenizer, [rows], MOST_HELD_OUT, settings.seed)
         return [
-            *checks.is_learned(settings, served, self.header, self.name, _pairs(held_out)),
+            *checks.is_learned(
+                settings, served, self.header, self.name, _pairs(held_out), self._counting("gate")
+            ),
             *checks.leaves_others_alone(
                 read_manifest(work, BEFORE), fork.manifest, fork.domain_named(self.name)
             ),
@@ -299,7 +303,9 @@ class _Growth(Study):
             discover.run(
                 OutcomeSettings(
                     **here, sources=(*old, new), samples_per_domain=settings.samples_per_domain,
-                    save_path=str(discovered), seed=settings.seed, **floor,
+                    # no more of a domain than of the new one: each costs a pass of the base
+                    single_cap=settings.rows, save_path=str(discovered), seed=settings.seed,
+                    **floor,
                 ),
                 progress=self._part("route"),
             )  # fmt: skip
@@ -385,6 +391,18 @@ class _Growth(Study):
             told(place + done / max(total, 1e-9) * 0.999, len(STAGES), f"{stage}: {what}")
 
         return part
+
+    def _counting(self, stage: Stage) -> checks.OnLosses:
+        """Progress of a stage that measures losses itself."""
+        part, done = self._part(stage), 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            if part:
+                part(0, 1, f"{done} losses")
+
+        return count
 
 
 def _count(path: Path) -> int:

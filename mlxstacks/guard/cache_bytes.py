@@ -6,21 +6,25 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 
 # mlx-lm's caches of keys and values grow by so many tokens.
 STEP = 256
+# Of what draws a row's tokens: a key, its tokens, log probabilities.
+_ROW_BUFFERS = 4
 
 
 @dataclass(frozen=True)
 class CacheBytes:
     """fixed: of a row, whatever its length. growing: of a token, and the tokens after which a layer
-    forgets the oldest; None: never.
+    forgets the oldest; None: never. buffers: live ones of a row.
     """
 
     fixed: int
     growing: tuple[tuple[int, int | None], ...]
+    buffers: int
 
     @classmethod
     def of(cls, model: nn.Module) -> "CacheBytes":
@@ -34,7 +38,8 @@ class CacheBytes:
                 growing.append((-(-entry.nbytes // tokens), getattr(entry, "max_size", None)))
             else:
                 fixed += entry.nbytes
-        return cls(fixed, tuple(growing))
+        arrays = [a for _, a in tree_flatten([e.state for e in entries]) if isinstance(a, mx.array)]
+        return cls(fixed, tuple(growing), len(arrays) + _ROW_BUFFERS)
 
     def of_batch(self, lengths: Sequence[int]) -> int:
         """Bytes of a batch whose rows may reach these lengths. Law: no less than it takes, as all

@@ -18,6 +18,7 @@ from mlxstacks.guard.build import (
     recurrence,
     training_step,
 )
+from mlxstacks.guard.hosts import hosts_table, plan_hosts
 from mlxstacks.guard.predict import DecodePrediction, Prediction, predict, predict_decode
 from mlxstacks.guard.settings import REFUSE_SHARE, WARN_SHARE, GuardSettings
 from mlxstacks.guard.step import Step, decoder_layers
@@ -234,7 +235,13 @@ Say = Callable[[float, float, str], None]
 
 def run_command(settings: GuardSettings, progress: Say | None = None) -> Result:
     """`mlxstacks guard`: the same as `guard`."""
-    return result_of(guard(settings, progress))
+    result = result_of(guard(settings, progress))
+    if settings.hosts is None:
+        return result
+    plans = plan_hosts(read_config(settings.model or "")[0], settings)
+    blocks = (*result.blocks, hosts_table(plans, settings))
+    data = {**result.data, "hosts": [asdict(plan) for plan in plans]}
+    return result.model_copy(update={"data": data, "blocks": blocks})
 
 
 def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:

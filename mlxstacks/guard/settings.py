@@ -86,6 +86,25 @@ class GuardSettings(Settings):
     decode_with: DecodeName = Field(
         "stream", description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator."
     )
+    hosts: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Also plan generating on 1, 2, 4, ... up to this many machines: bytes counted, "
+        "speeds from the three assumptions below.",
+    )
+    # Apple's figure for the M4 Max with 40 GPU cores; an M3 Ultra has 819.
+    memory_gbps: float = Field(546, gt=0, description="Memory of a host, GB/s (assumed).")
+    # TCP over Thunderbolt 5, of 80 on the label: 53 to 64 with iperf3 (exo, pull request 2063).
+    link_gbps: float = Field(60, gt=0, description="Link between hosts, Gbit/s (assumed).")
+    # RDMA over Thunderbolt 5 (Apple's TN3205, MLX's jaccl): below 50 by those who measured. TCP:
+    # 170 to 350, half the round trips of the same pull request.
+    link_latency_us: float = Field(
+        50,
+        ge=0,
+        description="Latency of a message, microseconds (assumed): 50 for RDMA (jaccl), about 300 "
+        "for TCP (ring).",
+    )
     resource_limit: ResourceLimit = None
     working_set_bytes: WorkingSetBytes = None
     apply: bool = Field(False, description="Print only the settings that fit, as a recipe.")

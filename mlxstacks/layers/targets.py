@@ -22,6 +22,7 @@ USUAL = (
 )
 SMALL = tuple(f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_ba"))
 ROUTERS = re.compile(r"(^|\.)(gate|shared_expert_gate|router)$")
+_MOST_LAYERS = 3  # that are named one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +118,9 @@ def _ends_with(path: str, name: str) -> bool:
 
 def _wrong_layers(wanted: Sequence[int] | None, count: int) -> list[str]:
     wrong = [index for index in wanted or () if not 0 <= index < count]
+    if len(wrong) > _MOST_LAYERS:
+        named = f"layers {wrong[0]} to {wrong[-1]}, {len(wrong)} in all"
+        return [f"{named}: the model has layers 0 to {count - 1}"]
     return [f"layer {index}: the model has layers 0 to {count - 1}" for index in wrong]
 
 

@@ -86,8 +86,8 @@ _TEMPLATE = (
 _GREEDY = "answers are greedy, so that a run repeats to the letter"
 _TEST = "`mlxstacks eval` measures a trained adapter; `train` reports validation losses"
 _RECIPE = (
-    "--recipe FILE reads settings, by the names of these options with underscores, below "
-    "`command:` and the command"
+    "--recipe FILE reads settings: the first line is `command:` and the command, then one setting "
+    "a line, not indented, named like these options with underscores, as in `batch_size: 4`"
 )
 _RESULTS = "result.json in the save path holds all figures, and `mlxstacks report` draws them"
 _SHOTS = "each task brings its own examples; for another number give a task file with --task-files"
@@ -312,7 +312,7 @@ COMMANDS_ELSEWHERE: Mapping[str, str] = {
     "grpo": "`mlxstacks align --method grpo --reward NAME` trains by GRPO",
     "dora": "`mlx_lm.lora --fine-tune-type dora` trains one, and `mlxstacks fuse` takes it",
     "evaluate": "`mlxstacks eval` does that",
-    "perplexity": "`mlxstacks compare` gives KL and changes of the loss; `mlx_lm.perplexity`",
+    "perplexity": "`mlx_lm.perplexity` does; `mlxstacks compare` gives KL and changes of the loss",
     "server": "`mlxstacks serve` does that",
     **dict.fromkeys(("bench", "benchmark"), "`mlx_lm.benchmark` times a model"),
     **dict.fromkeys(("awq", "dwq"), "mlx-lm quantizes so; `mlxstacks fuse` takes the result"),

@@ -42,6 +42,7 @@ class Command:
     alone: a setting that stands for all inputs: with it nothing of nano is taken.
     conclude_again: result, directory with its files -> the result that follows from them; of
         studies whose conclusion needs neither model nor data.
+    in_group: processes that `mlx.launch` starts can share it.
     prepare: settings, dry run -> settings with what of nano belongs to them, and further arguments
         of the function: studies do not know nano.
     """
@@ -61,6 +62,7 @@ class Command:
     alone: str | None = None
     prepare: str | None = None
     conclude_again: str | None = None
+    in_group: bool = False
 
 
 COMMANDS: dict[str, Command] = {
@@ -80,6 +82,7 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "adapter_path": "adapter_path"},
         optional=("adapter_path",),
         report="result.json",
+        in_group=True,
     ),
     "convert": Command(
         help="Convert a GGUF file or Hugging Face model to mlx-lm's format, or add experts.",
@@ -124,6 +127,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.studies.train.run:run_command",
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
+        in_group=True,
     ),
     "pretrain": Command(
         help="Train a small decoder from scratch, as a model that every other command takes.",
@@ -131,6 +135,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.studies.train.pretrain:run",
         nano={"data": "data_path"},
         report="result.json",
+        in_group=True,
     ),
     "align": Command(
         help="Train a LoRA or a stack on preferred answers (DPO, ORPO) or rewards (GRPO).",
@@ -140,6 +145,7 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="align",
         alone="store_path",
         report="result.json",
+        in_group=True,
     ),
     "distill": Command(
         help="Distil a store's routed stacks into one adapter, for this base or a smaller model.",
@@ -166,6 +172,7 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "data": "curriculum_path"},
         extends=True,
         nano_recipe="stack",
+        in_group=True,
     ),
     "stack compare": Command(
         help="Compare settings of `stack` over seeds: equal budgets, differences, verdict.",
@@ -175,6 +182,7 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
         report="result.json",
+        in_group=True,
     ),
     "psn stacks": Command(
         help="Train the same stacks on a random and a pretrained base, and all weights as control.",
@@ -205,6 +213,7 @@ COMMANDS: dict[str, Command] = {
         prepare="mlxstacks.recipe.on_nano:sweep",
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
+        in_group=True,
     ),
     "sweep buffers": Command(
         help="Test whether rank changes the number of live buffers, with a counting allocator.",
@@ -228,6 +237,7 @@ COMMANDS: dict[str, Command] = {
         optional=("plain_model",),
         nano_recipe="confound-nano",
         report="result.json",
+        in_group=True,
     ),
     "identity": Command(
         help="Test whether a persona survives a second adapter: conditions, suite, gate.",
@@ -259,6 +269,7 @@ COMMANDS: dict[str, Command] = {
         nano_recipe="eval-nano",
         alone="regrade",
         report="result.json",
+        in_group=True,
     ),
     "report": Command(
         help="Write an HTML page and plots from the results of any runs.",
@@ -403,6 +414,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.cli.chat:run",
         arguments={"store_path": "STORE"},
         render="mlxstacks.cli.chat:render",
+        in_group=True,
     ),
     "generate": Command(
         help="Answer a prompt or every row of a JSONL file; --routed works as in chat.",
@@ -410,6 +422,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT", "store_path": "STORE"},
+        in_group=True,
     ),
     "push": Command(
         help="Upload an adapter, a store or a model to the Hugging Face hub, with a model card.",

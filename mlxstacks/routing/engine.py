@@ -32,6 +32,8 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store, find_base
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.layers.sharded import shard
+from mlxstacks.processes import current_group, size_and_rank
 from mlxstacks.routing.gaps import GapLog
 from mlxstacks.routing.generation import (
     Piece,
@@ -48,6 +50,7 @@ from mlxstacks.routing.router import (
     load_prompt_router,
     pinned,
 )
+from mlxstacks.routing.schemas import Schemas
 from mlxstacks.routing.settings import NO_GAP_LOG, AnswerSettings, BaseSettings
 from mlxstacks.training.modes import prepare_base
 
@@ -173,6 +176,11 @@ class RoutedModel:
     def domains(self) -> tuple[str, ...]:
         """Domains that can answer, in the order of the store."""
         return self.resident.domains if self.resident is not None else ()
+
+    @cached_property
+    def schemas(self) -> Schemas:
+        """Raises: InputError: as `Schemas`."""
+        return Schemas(self.tokenizer)
 
     @cached_property
     def router(self) -> PromptRouter:
@@ -308,6 +316,9 @@ class AnswerStream:
     def __iter__(self) -> Iterator[str]:
         engine, room = self.engine, self.engine.room(self.prompt)
         sampling = replace(self.sampling, max_tokens=int(min(self.sampling.max_tokens, room)))
+        masks = []
+        if sampling.schema is not None:
+            masks = [engine.schemas.mask(sampling.schema, self._inside)]
         cached: list[int] = []  # tokens in the cache, at each call; the first counts
         pieces: list[tuple[float, Piece]] = []  # each with the time it came at
 
@@ -324,8 +335,8 @@ class AnswerStream:
 
             stream = generate(
                 engine.model, engine.tokenizer, self.prompt, self.cache, sampling,
-                key=tuple(sorted(lease.weights.items())), activate=activate, stop=self.stop,
-                progress=read,
+                key=tuple(sorted(lease.weights.items())), processors=masks, activate=activate,
+                stop=self.stop, progress=read,
             )  # fmt: skip
             try:
                 with closing(stream):
@@ -333,8 +344,14 @@ class AnswerStream:
                         pieces.append((time.perf_counter(), piece))
                         if piece.text:
                             yield piece.text
+                        if masks and masks[0].error:
+                            raise InputError(f"the JSON schema: {masks[0].error}")
             finally:
                 self.answer = self._answer(lease, began, pieces, cached[0] if cached else 0)
+
+    @property
+    def _inside(self) -> bool:
+        return begins_in_thought(self.engine.tokenizer, self.prompt.tokens[self.prompt.stable :])
 
     def _answer(
         self,
@@ -344,9 +361,8 @@ class AnswerStream:
         cached_tokens: int,
     ) -> Answer:
         tokenizer, prompt = self.engine.tokenizer, self.prompt
-        inside = begins_in_thought(tokenizer, prompt.tokens[prompt.stable :])
         output = "".join(piece.text for _, piece in pieces)
-        text, thoughts = split_thoughts(output, tokenizer, inside)
+        text, thoughts = split_thoughts(output, tokenizer, self._inside)
         finish: Any = (pieces[-1][1].finish if pieces else None) or "stopped"
         if finish == "length" and self.engine.room(prompt) < self.sampling.max_tokens:
             finish = "context"
@@ -430,6 +446,7 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
             "`mlxstacks stack` made for this model"
         )
     notes: list[str] = []
+    group = current_group()
     base = open_base(settings, notes)
     checkpoint, store, dtype = base.checkpoint, base.store, base.dtype
     model, tokenizer = base.model, base.tokenizer
@@ -444,6 +461,9 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         budget = settings.budget or default_budget()
         resident = Resident(model, store, budget_bytes=budget, dtype=dtype)
 
+    # Of several processes, which all route alike, the first one.
+    logs_gaps = settings.gap_log != NO_GAP_LOG and size_and_rank(group)[1] == 0
+
     def open_router() -> PromptRouter:
         if store is None:
             raise InputError("there is no store, so no router; give --store-path")
@@ -455,9 +475,12 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         model, tokenizer, store=store, resident=resident, open_router=open_router,
         context_tokens=base.context_tokens, hard=settings.hard,
         allow_special=settings.allow_special, mode=settings.mode, pins=settings.pin, notes=notes,
-        gap_log=None if settings.gap_log == NO_GAP_LOG else GapLog(settings.gap_log),
+        gap_log=GapLog(settings.gap_log) if logs_gaps else None,
         adapters=tuple(user_path(path).resolve().name for path in settings.adapter_path),
     )  # fmt: skip
+    if group is not None:
+        shard(model, group)
+        mx.eval(model.parameters())
     if settings.pin:
         engine.check_domains(settings.pin)
     if settings.routed or settings.compare:
@@ -489,5 +512,13 @@ def _count(value: Any) -> int | None:
 
 
 def sampling_of(settings: AnswerSettings) -> Sampling:
-    """How the settings choose tokens."""
-    return Sampling(**{part.name: getattr(settings, part.name) for part in fields(Sampling)})
+    """How the settings choose tokens. Raises: InputError: the file of a schema cannot be read."""
+    names = [part.name for part in fields(Sampling) if part.name != "schema"]
+    schema = None
+    if settings.json_schema is not None:
+        path = user_path(settings.json_schema)
+        try:
+            schema = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise InputError(f"{path}: no JSON schema can be read: {error}") from None
+    return Sampling(**{name: getattr(settings, name) for name in names}, schema=schema)

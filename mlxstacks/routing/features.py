@@ -24,6 +24,7 @@ from mlxstacks.data.special_text import encode_text
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import require_space, target_errors
 from mlxstacks.layers.output_head import find_output_head
+from mlxstacks.layers.sharded import as_kind
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.training.modes import evaluating
 
@@ -200,7 +201,7 @@ def without_stacks(model: nn.Module) -> Iterator[None]:
     """
     kinds = [(layer, type(layer)) for _, layer in stacked_layers(model)]
     for layer, _ in kinds:
-        layer.__class__ = _BaseAlone
+        layer.__class__ = as_kind(layer, _BaseAlone)
     try:
         yield
     finally:

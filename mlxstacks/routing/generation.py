@@ -153,7 +153,8 @@ PENALTY_TOKENS = 20
 class Sampling:
     """How tokens are chosen. temp 0: the likeliest one. top_p: of the likeliest tokens that share
     so much probability; 1 for all. repetition_penalty: 1 for none. min_p: least probability, in
-    shares of the likeliest token's. top_k: of so many likeliest tokens; 0 for all.
+    shares of the likeliest token's. top_k: of so many likeliest tokens; 0 for all. schema: JSON
+    text that the answer has to be an instance of; for `Schemas`, not for `generate`.
     """
 
     temp: float = 0.0
@@ -163,6 +164,7 @@ class Sampling:
     seed: int = 0
     min_p: float = 0.0
     top_k: int = 0
+    schema: str | None = None
 
 
 @dataclass(frozen=True)
@@ -229,13 +231,15 @@ def generate(
     sampling: Sampling,
     *,
     key: Hashable = None,
+    processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
     activate: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Generator[Piece, None, None]:
     """The answer, piece by piece; the cache holds prompt and answer afterwards.
 
-    key: of the weights the model answers with (see `PromptCache`); activate: makes it answer with
+    key: of the weights the model answers with (see `PromptCache`); processors: as mlx-lm takes them
+    of logits, behind the repetition penalty; activate: makes it answer with
     them, called before every step, since others may have used it since. stop: asked before every
     step; True ends the answer. progress: (tokens of the prompt in the cache, tokens in all).
     An exception inside a step, Ctrl-C too, leaves the cache at its mark, or empty.
@@ -263,7 +267,7 @@ def generate(
         before = cache.tokens[-PENALTY_TOKENS:]
         steps = base_model.stream_tokens(
             model, tokenizer, tokens[last], cache.entries, sampling.max_tokens,
-            sampler_of(sampling), _processors(sampling, before),
+            sampler_of(sampling), [*_processors(sampling, before), *processors],
         )  # fmt: skip
         new = [tokens[last]]
         with closing(steps):

@@ -249,9 +249,9 @@ def train_router(
         NonFiniteError: NaN or Inf in a step.
     """
 
-    def report(done: float, what: str) -> None:
-        if progress:
-            progress(done, 1 + settings.epochs, what)
+    def report(part: float, done: float, what: str) -> None:
+        if progress:  # on a real model the hidden states take far longer than the epochs
+            progress(part + done, 2, what)
 
     notes: list[str] = []
     start = start if settings.extend else None
@@ -287,13 +287,13 @@ def train_router(
         table.pooled_layers = candidate_layers(table.num_layers)
         table = FeatureTable(
             table, rows.prompts, directory=directory,
-            progress=lambda done, total: report(done / total, "hidden states"),
+            progress=lambda done, total: report(0, done / total, "hidden states"),
         )  # fmt: skip
     network, kept = _first_network(ordered, table.input_dims, start, settings)
     run = RouterEpochs(
         network, kept, table, rows.chosen(training), rows.chosen(validation), settings
     )
-    history, best = run.train(lambda done: report(1 + done, "training"))
+    history, best = run.train(lambda done: report(1, done / settings.epochs, "training"))
     detector, metrics = _detector(run, rows, validation, ordered, settings, notes)
     about = {
         "max_tokens": table.features.max_tokens,

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlxstacks.data.settings import DomainData, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
-from mlxstacks.settings import Force, Settings
+from mlxstacks.settings import Force, ResourceLimit, Settings
 
 BaseNumbers = Annotated[
     Literal["auto", "stored", "float32"],
@@ -323,6 +323,11 @@ class AnswerSettings(BaseSettings):
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="Penalty on the logits of the last 20 tokens; 1: no penalty."
     )
+    json_schema: str | None = Field(
+        None,
+        description="JSON file of a schema: answers are JSON that it allows (by llguidance, of the "
+        "extra serve).",
+    )
     system_prompt: str | None = Field(None, description="System message for the conversation.")
     allow_special: AllowSpecial = False
     gap_log: str = Field(
@@ -405,6 +410,7 @@ class ServeSettings(BaseSettings):
         description="Directory to keep beginnings of prompts in, for the next start. It holds what "
         "users wrote. Default: in memory alone.",
     )
+    resource_limit: ResourceLimit = None
     concurrency: int = Field(
         16, ge=1, le=256, description="Answers at the same time; further requests are refused."
     )

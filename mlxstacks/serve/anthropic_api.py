@@ -13,6 +13,7 @@ from mlxstacks.serve.wire import (
     MOST_MESSAGES,
     Answer,
     Body,
+    Format,
     Name,
     Part,
     Share,
@@ -52,6 +53,10 @@ class Tool(Body):
     input_schema: dict[str, Any] = Field(default_factory=dict)
 
 
+class Output(Body):
+    format: Format | None = None
+
+
 class MessagesBody(Body):
     model: Name
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -64,6 +69,7 @@ class MessagesBody(Body):
     stream: bool | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_CALLS_OF_TOOLS)
     tool_choice: dict[str, Any] | None = None
+    output_config: Output = Output()
 
 
 class MessagesSpeaker:
@@ -75,6 +81,8 @@ class MessagesSpeaker:
         tools = [_tool(tool) for tool in body.tools or ()] or None
         if not calls_tools((body.tool_choice or {}).get("type")):
             tools = None
+        form = body.output_config.format
+        schema = form.of_answer(tools) if form else None
         turns = [{"role": "system", "content": plain_text(body.system)}] if body.system else []
         turns += [turn for message in body.messages for turn in _turns(message)]
         self.stream = bool(body.stream)
@@ -82,7 +90,7 @@ class MessagesSpeaker:
             body.model,
             sampling(
                 settings, body.max_tokens, temperature=body.temperature, top_p=body.top_p,
-                top_k=body.top_k,
+                top_k=body.top_k, schema=schema,
             ),
             messages=tuple(turns), tools=tools, stop=tuple(body.stop_sequences or ()),
         )  # fmt: skip

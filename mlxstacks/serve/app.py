@@ -12,6 +12,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ BODY_SECONDS = 30
 OPEN_PATHS = ("/", "/health")
 # Behind the last token: for a client to take what is left.
 _READ_SECONDS = 60
+# Schemas that take long to compile keep other schemas waiting, and nobody else.
+_SCHEMA_THREADS = ThreadPoolExecutor(2, "schemas")
 _log = logging.getLogger("mlxstacks.serve")
 
 
@@ -167,7 +170,9 @@ async def answer(request: Request, api: Api, engine: Engine, settings: ServeSett
                 {"connection": "close"},
             )  # fmt: skip
         speaker = await asyncio.to_thread(api.speak, data, settings)
-        prompt = await asyncio.to_thread(engine.encode, speaker.ask)
+        threads = _SCHEMA_THREADS if speaker.ask.sampling.schema is not None else None
+        encoding = asyncio.get_running_loop().run_in_executor(threads, engine.encode, speaker.ask)
+        prompt = await encoding
     except TimeoutError:
         message = f"the body did not come within {BODY_SECONDS} seconds"
         return JSONResponse(api.error(408, message), 408, {"connection": "close"})

@@ -9,6 +9,7 @@ memory, what its caches may take is predicted, and its prompt joins the batch at
 beginning that an earlier request under the same weights has left.
 """
 
+import functools
 import gc
 import logging
 import queue
@@ -26,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
-from mlxstacks import base_model
+from mlxstacks import base_model, memory
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import Rendering
@@ -35,9 +36,12 @@ from mlxstacks.files.checkpoint import fingerprint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import base_name
 from mlxstacks.guard.cache_bytes import CacheBytes
+from mlxstacks.guard.predict import predict_decode
+from mlxstacks.guard.settings import REFUSE_SHARE
 from mlxstacks.routing.engine import begins_in_thought, default_budget, open_base
 from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, sampler_of
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router, pinned
+from mlxstacks.routing.schemas import SchemaMask, Schemas
 from mlxstacks.routing.settings import ServeSettings
 from mlxstacks.serve.naming import BASE, ROUTED, UNGATED, UnknownModelError, parse_model
 from mlxstacks.serve.pool import Held, StackPool
@@ -74,6 +78,7 @@ class Row:
     stable: int
     total: int
     limit: int
+    mask: SchemaMask | None = None
     done: int = 0
 
 
@@ -112,8 +117,12 @@ class Engine:
         """What the model reads of a request; in any thread, one request at a time.
 
         Raises: InputError: nothing, or more than the context holds next to an answer; the chat
-            template refuses the messages.
+            template refuses the messages; a schema that cannot be answered by.
         """
+        if ask.sampling.schema is not None:
+            with self._encoding:
+                schemas = self._schemas
+            schemas.compiled(ask.sampling.schema)  # slow where it is new
         with self._encoding:
             tokenizer = self._copied_tokenizer
             if ask.text is None:
@@ -131,6 +140,10 @@ class Engine:
                 f"{self._context:,} and has to hold the answer too"
             )
         return prompt
+
+    @functools.cached_property
+    def _schemas(self) -> Schemas:
+        return Schemas(self._copied_tokenizer)
 
     def submit(self, ticket: Ticket) -> None:
         """Its events come by `ticket.deliver`: `Begun` and pieces until each answer has a finish,
@@ -194,6 +207,10 @@ class Engine:
         if strange := {type(c).__name__ for c in caches if not hasattr(c, "merge")}:
             raise InputError(f"mlx-lm cannot batch this model's caches: {', '.join(strange)}")
         self._bytes = CacheBytes.of(base.model)
+        limit = settings.resource_limit or memory.device().resource_limit
+        # a token is computed while prompts are read
+        step = 2 * predict_decode(base.model, 1, 1, batched=True).first_buffers
+        self._most_buffers = int(REFUSE_SHARE * limit) - step
         self._restart()
         self._files: PrefixFiles | None = None
         self._unsaved = False
@@ -201,7 +218,7 @@ class Engine:
             versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
             made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
             self._files = PrefixFiles(user_path(settings.cache_path), " ".join(map(str, made_by)))
-            self._files.load(self._prefixes, lambda: self._trim(0))
+            self._files.load(self._prefixes, lambda: self._trim(*self._needs()))
         self._announce()
 
     def _restart(self) -> None:
@@ -273,6 +290,7 @@ class Engine:
             "prefix_bytes": self._prefixes.nbytes,
             "cache_bytes": self._batch.prompt_cache_nbytes,
             "budget_bytes": self._budget or 0,
+            "buffers_left": self._needs()[1] - self._pool.buffers,
         }
 
     # --- admission -------------------------------------------------------------------------------
@@ -312,13 +330,12 @@ class Engine:
         limit = min(ask.sampling.max_tokens, self._context - len(prompt.tokens))
         route = self._route(ask)
         total = len(prompt.tokens) + limit
-        lengths = [row.total for row in self._rows.values()] + [total] * ask.n
-        predicted = self._bytes.of_batch(lengths)
+        predicted, buffers = self._needs([total] * ask.n)
         helds: list[Held] = []
         try:
             for _ in range(ask.n):
-                helds.append(self._pool.hold(route.weights, predicted))
-            self._trim(predicted)
+                helds.append(self._pool.hold(route.weights, predicted, buffers))
+            self._trim(predicted, buffers)
             cached = [self._begin(ticket, i, prompt, held, limit) for i, held in enumerate(helds)]
         except BaseException:
             begun = [uid for uid, row in self._rows.items() if row.ticket is ticket]
@@ -363,10 +380,19 @@ class Engine:
         )
         return route
 
-    def _trim(self, predicted: int) -> None:
-        """Leave beginnings of prompts no more than what the rest leaves of the budget."""
-        if self._budget is not None:
-            self._prefixes.trim_to(n_bytes=self._budget - predicted - self._pool.nbytes)
+    def _needs(self, lengths: Sequence[int] = ()) -> tuple[int, int]:
+        """With rows of these lengths beside those under way: cache bytes predicted, and live
+        buffers that are left to stacks and beginnings of prompts.
+        """
+        lengths = [*(row.total for row in self._rows.values()), *lengths]
+        left = self._most_buffers - len(lengths) * self._bytes.buffers
+        return self._bytes.of_batch(lengths), left
+
+    def _trim(self, predicted: int, buffers: int) -> None:
+        """Leave beginnings of prompts no more than what the rest leaves of budget and buffers."""
+        most = (buffers - self._pool.buffers) // self._bytes.buffers
+        budget = None if self._budget is None else self._budget - predicted - self._pool.nbytes
+        self._prefixes.trim_to(n_sequences=most, n_bytes=budget)
 
     def _begin(self, ticket: Ticket, index: int, prompt: Prompt, held: Held, limit: int) -> int:
         """Put a row into the batch; how many tokens of its prompt are known already."""
@@ -381,17 +407,22 @@ class Engine:
         penalties = base_model.penalties(
             sampling.repetition_penalty, ask.presence_penalty, ask.frequency_penalty
         )
+        inside = ask.text is None and begins_in_thought(
+            self._tokenizer, prompt.tokens[prompt.stable :]
+        )
+        mask = None
+        if sampling.schema is not None:
+            mask = self._schemas.mask(sampling.schema, inside)
+            penalties.append(mask)
         (uid,) = self._batch.insert_segments(
             [segments], [limit], [[*entries, RowRoutes([held])]], [tokens[:cached]],
             # rows that share a sampler are drawn together
             samplers=[None if sampling.temp == 0 else sampler_of(sampling)],
             logits_processors=[penalties],
         )  # fmt: skip
-        inside = ask.text is None and begins_in_thought(
-            self._tokenizer, prompt.tokens[prompt.stable :]
-        )
         text = AnswerText(self._tokenizer, self._machine, inside, ask.stop, ask.tools)
-        self._rows[uid] = Row(ticket, index, held, text, prompt.stable, len(tokens) + limit, limit)
+        total = len(tokens) + limit
+        self._rows[uid] = Row(ticket, index, held, text, prompt.stable, total, limit, mask)
         return cached
 
     # --- a step ----------------------------------------------------------------------------------
@@ -409,8 +440,11 @@ class Engine:
         row = self._rows[answer.uid]
         # computed already, and seen without MLX, whose next step is under way and would go first
         logprobs = np.asarray(answer.logprobs)
-        if np.isnan(logprobs[answer.token]):
-            self._refuse(row.ticket, 500, str(NonFiniteModelError("a log probability")))
+        is_nan, wrong = np.isnan(logprobs[answer.token]), row.mask.error if row.mask else ""
+        if is_nan or wrong:
+            failure = str(NonFiniteModelError("a log probability"))
+            status, message = (400, f"the JSON schema: {wrong}") if wrong else (500, failure)
+            self._refuse(row.ticket, status, message)
             row.ticket.cancel()  # its other answers too
             self._batch.remove([answer.uid])
             self._end(answer.uid)
@@ -458,7 +492,7 @@ class Engine:
         mx.eval([entry.state for entry in own])
         self._prefixes.insert_cache(row.held.key, list(tokens), own, cache_type=kind)
         self._unsaved = True
-        self._trim(self._bytes.of_batch([row.total for row in self._rows.values()]))
+        self._trim(*self._needs())
 
     # --- ends ------------------------------------------------------------------------------------
 

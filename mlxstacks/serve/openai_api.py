@@ -18,6 +18,7 @@ from mlxstacks.serve.wire import (
     MOST_MESSAGES,
     Answer,
     Body,
+    Format,
     Name,
     Part,
     Share,
@@ -99,7 +100,9 @@ class Shared(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def ask(self, settings: ServeSettings, most: int | None, **others: Any) -> Ask:
+    def ask(
+        self, settings: ServeSettings, most: int | None, schema: str | None = None, **others: Any
+    ) -> Ask:
         """Raises: InputError."""
         if self.logit_bias:
             raise InputError("logit_bias is not supported")
@@ -111,14 +114,11 @@ class Shared(Body):
             sampling(
                 settings, most, temperature=self.temperature, top_p=self.top_p, seed=self.seed,
                 top_k=self.top_k, min_p=self.min_p, repetition_penalty=self.repetition_penalty,
+                schema=schema,
             ),
             stop=tuple(stops), n=self.n or 1, presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0, **others,
         )  # fmt: skip
-
-
-class ResponseFormat(Body):
-    type: str
 
 
 class ChatBody(Shared):
@@ -128,7 +128,7 @@ class ChatBody(Shared):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MOST_CALLS_OF_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Format | None = None
 
 
 class CompletionBody(Shared):
@@ -146,13 +146,12 @@ class ChatSpeaker:
     def __init__(self, data: bytes, settings: ServeSettings) -> None:
         """Raises: InputError."""
         body = parse_body(data, ChatBody)
-        if body.response_format is not None and body.response_format.type != "text":
-            raise InputError("response_format: only text is supported")
         tools = (body.tools or None) if calls_tools(body.tool_choice) else None
         if strange := [t for t in tools or () if not isinstance(t.get("function"), dict)]:
             raise InputError(f"tools: {str(strange[0])[:80]} has no function")
+        schema = body.response_format.of_answer(tools) if body.response_format else None
         self.ask = body.ask(
-            settings, body.max_completion_tokens or body.max_tokens,
+            settings, body.max_completion_tokens or body.max_tokens, schema,
             messages=tuple(message.turn() for message in body.messages), tools=tools,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip

@@ -45,6 +45,9 @@ from mlxstacks.routing.resident import (
 from mlxstacks.routing.stack_reader import DomainParts, ResidentStats, StackReader
 from mlxstacks.serve.naming import RESERVED
 
+# Live buffers of a segment in memory, and of its products while a step is under way: no fewer than
+# were counted.
+_AT_REST, _UNDER_WAY = 8, 6
 _STORED = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
 
@@ -142,6 +145,11 @@ class StackPool:
         return sum(packed.nbytes for packed in self._sets)
 
     @property
+    def buffers(self) -> int:
+        """Live buffers of packs in memory, and of products of those that rows hold; predicted."""
+        return sum(map(_buffers, self._sets))
+
+    @property
     def held_bytes(self) -> int:
         """Of packs that rows or adapters hold."""
         return sum(packed.nbytes for packed in self._sets if packed.leases)
@@ -225,8 +233,15 @@ class StackPool:
 
     # --- what rows hold --------------------------------------------------------------------------
 
-    def hold(self, weights: Mapping[str, float], reserved_bytes: int = 0) -> Held:
+    def hold(
+        self,
+        weights: Mapping[str, float],
+        reserved_bytes: int = 0,
+        most_buffers: int | None = None,
+    ) -> Held:
         """What a row of these weights is answered with, in memory; {}: the base alone.
+
+        most_buffers: that packs may take; None for no limit.
 
         Raises: InputError: a name that is not served. ResourceLimitError: it does not fit.
             StoreError: a stack cannot be read; an answer without it would be another's.
@@ -242,14 +257,13 @@ class StackPool:
             for name in active:
                 packed = self.adapters.get(name) or self._sets.get((self._versions[name],))
                 (resident if packed else loaded).append(name)
-                packed = packed or self._load(name, reserved_bytes)
+                packed = packed or self._load(name, reserved_bytes, most_buffers)
                 packed.leases += 1
                 parts.append((packed, float(weights[name])))
+            self._make_room(0, reserved_bytes, "the answer", 0, most_buffers)
         except BaseException:
             self.release(Held(tuple(parts)))
             raise
-        if not loaded:
-            self._make_room(0, reserved_bytes, "the answer")
         self.stats.hits += len(resident)
         self.stats.misses += len(loaded)
         return Held(
@@ -263,12 +277,14 @@ class StackPool:
             packed.leases -= 1
         self._drop_stale()
 
-    def _load(self, name: str, reserved_bytes: int) -> PackedSet:
+    def _load(self, name: str, reserved_bytes: int, most_buffers: int | None) -> PackedSet:
         version = self._versions[name]
         assert self._reader is not None
         self._attach(name, version)
         needed = self._reader.nbytes(name, self._dtype)
-        self._make_room(needed, reserved_bytes, f"domain {name}")
+        paths = {path for header in self._reader.headers(name) for path in header.projections}
+        buffers = len(paths) * (_AT_REST + _UNDER_WAY)
+        self._make_room(needed, reserved_bytes, f"domain {name}", buffers, most_buffers)
         parts, _ = self._reader.read(name)
         packed = replace(pack_domains((name,), {name: parts}, self._dtype), domains=(version,))
         self._sets.add(packed)
@@ -293,8 +309,30 @@ class StackPool:
         self._reader.check_dims(name, {path: p.dims for path, p in self.places.items()})
         self._attached.add(version)
 
-    def _make_room(self, needed_bytes: int, reserved_bytes: int, what: str) -> None:
+    def _make_room(
+        self,
+        needed_bytes: int,
+        reserved_bytes: int,
+        what: str,
+        needed_buffers: int = 0,
+        most_buffers: int | None = None,
+    ) -> None:
         """Raises: ResourceLimitError saying what does not fit, and why."""
+        if most_buffers is not None:
+            taken = sum(_buffers(packed) for packed in self._sets if packed.leases)
+            if taken + needed_buffers > most_buffers:
+                raise ResourceLimitError(
+                    f"{what} does not fit into Metal's limit on live buffers now: about "
+                    f"{needed_buffers:,} to load, next to {taken:,} of stacks in use; model, "
+                    f"prompts and answers leave {max(0, most_buffers):,}"
+                )
+            kept, taken = set(), taken + needed_buffers
+            for packed in self._sets:
+                taken += 0 if packed.leases else _buffers(packed)
+                if taken <= most_buffers:
+                    kept.add(packed.domains)
+            self._before_drop()
+            self._sets.drop_others(kept)
         budget = self.stats.budget_bytes
         if budget is None:
             return
@@ -323,6 +361,11 @@ class StackPool:
         if any(not p.leases and p.domains not in current for p in self._sets):
             self._before_drop()
             self._sets.drop_others(current)
+
+
+def _buffers(packed: PackedSet) -> int:
+    segments = sum(map(len, packed.segments.values()))
+    return segments * (_AT_REST + (_UNDER_WAY if packed.leases else 0))
 
 
 def _sha256(part: Segment) -> str:

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from mlxstacks.errors import InputError
 from mlxstacks.routing.settings import ServeSettings
-from mlxstacks.serve.openai_api import ChatSpeaker, ResponseFormat, usage_of
+from mlxstacks.serve.openai_api import ChatSpeaker, usage_of
 from mlxstacks.serve.requests import Begun, Piece
 from mlxstacks.serve.text import Part
-from mlxstacks.serve.wire import Answer, Body, event, parse_body, unique
+from mlxstacks.serve.wire import Answer, Body, Format, event, parse_body, unique
 
 
 class Item(Body):
@@ -38,7 +38,7 @@ class Item(Body):
 
 
 class Text(Body):
-    format: ResponseFormat | None = None
+    format: Format | None = None
 
 
 class ResponsesBody(Body):
@@ -66,7 +66,7 @@ class ResponsesSpeaker(ChatSpeaker):
         chat = json.loads(data) | {
             "messages": [item.message() for item in items if item.type != "reasoning"], "n": 1,
             "max_tokens": body.max_output_tokens, "logprobs": None, "tools": tools,
-            "response_format": body.text.model_dump()["format"],
+            "response_format": body.text.model_dump(by_alias=True)["format"],
         }  # fmt: skip
         super().__init__(json.dumps(chat).encode(), settings)
         self._events = 0

@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,6 +29,30 @@ class Body(BaseModel):
     """A part of a request; what clients send besides is left aside, as other servers do."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class Format(Body):
+    """Of an answer. The schema lies here, or one level down in chat completions."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    inside: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: dict[str, Any] | None = None
+
+    def of_answer(self, tools: object) -> str | None:
+        """The schema as JSON text; None: any text. Raises: InputError."""
+        if self.type == "text":
+            return None
+        if tools:
+            raise InputError("JSON and tools: an answer that has to be JSON cannot call tools")
+        schema = self.inside or (self.json_schema or {}).get("schema")
+        if self.type == "json_object":
+            schema = {"type": "object"}
+        if not isinstance(schema, dict):
+            raise InputError("json_schema: schema is missing, or no object")
+        try:
+            return json.dumps(schema)
+        except RecursionError:
+            raise InputError("json_schema: the schema is too deep") from None
 
 
 class Part(Body):

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, target_errors
+from mlxstacks.processes import dealing, gathered, size_and_rank
 from mlxstacks.regular_files import check_regular
 
 Asked = TypeVar("Asked")
@@ -112,7 +113,8 @@ class AnswersToItems(Generic[Asked, Parsed]):
     """Answers of one arm, dataclasses, to a fixed list of items, in their order.
 
     parse: as in `AnswerLog.read`. is_of: whether an answer is one to an item.
-    Law: killed anywhere and resumed, the file holds what it would have held.
+    Law: killed anywhere and resumed, the file holds what it would have held; answered by the
+    processes of a group, what it would hold of one.
     """
 
     def __init__(
@@ -147,26 +149,61 @@ class AnswersToItems(Generic[Asked, Parsed]):
         progress: Progress | None = None,
     ) -> list[Parsed]:
         """The answers to the first `count` items; only those that are missing are asked for, in the
-        batches of a run that was never stopped.
+        batches of a run that was never stopped. In a group each process asks for its batches.
 
         progress: (done, count, name of the file), before each batch.
         Raises: as `answers`; ValueError for more or fewer answers than there are items.
         """
         answers = self.answers()
         self.log.begin()
-        while len(answers) < count:
+
+        def given_to(start: int, done: int) -> Sequence[Parsed]:
             if progress:
-                progress(len(answers), count, self.path.stem)
-            # Batches lie where they always do: what a batch holds may move a last bit.
-            start = len(answers) // batch_size * batch_size
+                progress(done, count, self.path.stem)
             batch = self.items[start : start + batch_size]
             given = answer(batch)
             if len(given) != len(batch):
                 raise ValueError(f"{len(given)} answers to {len(batch)} items")
-            new: Sequence[Any] = given[len(answers) - start :]
+            return given
+
+        # Batches lie where they always do: what a batch holds may move a last bit.
+        first = len(answers) // batch_size * batch_size
+        dealt = self._dealt(range(first, count, batch_size), given_to)
+        while len(answers) < count:
+            start = len(answers) // batch_size * batch_size
+            batch = dealt.get(start) or given_to(start, len(answers))
+            new: Sequence[Any] = batch[len(answers) - start :]
             self.log.append(map(asdict, new))
             answers += new
+        self._part.path.unlink(missing_ok=True)
         return answers[:count]
+
+    def _dealt(
+        self, starts: range, given_to: Callable[[int, int], Sequence[Parsed]]
+    ) -> dict[int, list[Parsed]]:
+        """Batches by their start, those that the processes of a group have answered, each in a log
+        of its own beside the file; of one process what is in its log.
+        """
+        size, rank = size_and_rank(group := dealing())
+        part = self._part
+        own: dict[int, list[Any]] = dict(part.read(lambda row: (row["start"], row["answers"])))
+        if group is not None:
+            part.begin()
+            done = {start for starts in gathered([*own], group) for start in starts}
+            for start in starts:
+                if start // starts.step % size == rank and start not in done:
+                    own[start] = [asdict(a) for a in given_to(start, start)]  # type: ignore[call-overload]
+                    part.append([{"start": start, "answers": own[start]}])
+        every = {s: rows for held in gathered([*own.items()], group) for s, rows in held}
+        return {
+            start: answers
+            for start, rows in every.items()
+            if all(map(self._is_of, answers := [*map(self._parse, rows)], self.items[start:]))
+        }
+
+    @property
+    def _part(self) -> AnswerLog:
+        return AnswerLog(self.path.with_name(f".{self.path.stem}.part"), self.log.header)
 
 
 def chained(rows: Iterable[dict[str, Any]], before: str = "") -> Iterator[tuple[bytes, str]]:

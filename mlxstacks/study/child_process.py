@@ -22,6 +22,7 @@ from typing import Any
 
 import mlxstacks
 from mlxstacks.errors import InputError
+from mlxstacks.processes import environment_alone
 
 Message = dict[str, Any]
 _LOG_CHARACTERS = 2000
@@ -43,7 +44,7 @@ def run_child(
     # The same package for the child, wherever it is started from.
     package = str(Path(mlxstacks.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = environment_alone() | {"PYTHONPATH": os.pathsep.join(paths)}
     with log.open("ab") as printed:
         child = subprocess.Popen(
             [sys.executable, "-m", module],

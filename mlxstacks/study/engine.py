@@ -10,6 +10,11 @@ Until it is done a run lives in `.NAME.work` next to its target NAME:
 Laws, held here for every study: a killed run, started again, ends with the bytes of one that was
 not killed; a file of a finished step that was changed is refused; nothing appears in the target
 before all of it does.
+
+Processes of a group each run the whole study, every one in a work directory of its own (the others'
+are `.NAME.rank-1.work` and so on), but for what is dealt out: steps that a study gives as a list,
+and answers to items (answer_log.py). What one has done, all are sent, so that all come to the same
+end, and the first one writes it. One that dies leaves the work of the others.
 """
 
 import inspect
@@ -19,6 +24,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePath
@@ -30,6 +36,15 @@ from mlxstacks.errors import InputError, OtherRunError, StoreError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
 from mlxstacks.files.outputs import PLACES, check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.processes import (
+    current_group,
+    dealing,
+    dealing_over,
+    gathered,
+    sent_from,
+    size_and_rank,
+    wait_for_all,
+)
 from mlxstacks.settings import Settings
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.integrity import file_sha256
@@ -46,6 +61,8 @@ from mlxstacks.study.run_directory import (
 from mlxstacks.study.write import environment, write_result
 
 STEPS, SETTINGS = "steps.json", "settings.json"
+# What comes from other processes, until it is whole; and how much is sent at once.
+_ARRIVED, _PIECE = ".arrived", 1 << 26
 
 
 @dataclass(frozen=True)
@@ -105,8 +122,9 @@ class Study(ABC):
     settings: a pydantic model, with the target. inputs: models and data, which the target may not
     be or hold. artifacts: files and directories of the work directory that the target keeps;
     provenance: those that the result is made from; both as patterns of `Path.glob`, which never
-    mean the engine's own files. plot_formats: of the plots' files. part:
-    ends the work directory's name where a part of the study has to share nothing with the whole.
+    mean the engine's own files. plot_formats: of the plots' files. part: ends the work directory's
+    name where a part of the study has to share nothing with the whole. is_dealt: several processes
+    can share it.
     """
 
     settings: StudySettings
@@ -115,11 +133,14 @@ class Study(ABC):
     provenance: Sequence[str] = ()
     plot_formats: Sequence[str] = ()
     part: str = ""
+    is_dealt: bool = False
 
     @property
     def work_target(self) -> Path:
         """What `work_path` gives the work directory of."""
-        return Path(f"{user_path(str(self.settings.save_path))}{self.part}")
+        _, rank = size_and_rank(dealing() or current_group())
+        place = f"{self.part}.rank-{rank}" if rank else self.part
+        return Path(f"{user_path(str(self.settings.save_path))}{place}")
 
     @abstractmethod
     def planned(self) -> Result:
@@ -128,8 +149,11 @@ class Study(ABC):
         """
 
     @abstractmethod
-    def steps(self, work: Path) -> Iterable[Step]:
-        """A generator may read what its earlier steps wrote."""
+    def steps(self, work: Path) -> Iterable[Step | Sequence[Step]]:
+        """A generator may read what its earlier steps wrote. A list: steps that can run in any
+        order, each in one process of a group; they leave files that `artifacts` or `provenance`
+        name.
+        """
 
     @abstractmethod
     def conclude(self, work: Path) -> Result:
@@ -180,6 +204,11 @@ def run_study(
             a finished step.
         TargetError: the target exists and may not be replaced, or another process writes it.
     """
+    if (group := current_group()) is not None:
+        if not study.is_dealt:
+            raise InputError("this study runs in one process; start it without mlx.launch")
+        with dealing_over(group):
+            return _run(study, dry_run, progress)
     if not isinstance(study, OwnStudy):
         return _run(study, dry_run, progress)
     try:
@@ -197,6 +226,8 @@ def _keywords_in(message: str) -> str:
 def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> Result:
     started = time.monotonic()
     settings = study.settings
+    group = dealing()
+    _, rank = size_and_rank(group)
     if settings.save_path is None:
         raise InputError("save_path is needed: the directory that the result is written to")
     target = user_path(settings.save_path)
@@ -215,13 +246,22 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         work = directory.path
         if planned.plan is not None:
             _keep_plan(work, planned, study.provenance)
+        _check_plans(planned)
+        _share(work, study)
         for step in study.steps(work):
-            run_step(step, work, planned.plan_sha256)
+            if isinstance(step, Step):
+                run_step(step, work, planned.plan_sha256)
+            else:
+                _run_dealt(step, work, study, planned.plan_sha256)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
         versions = {**result.environment.versions, **_source(study)}
         about = result.environment.model_copy(update={"versions": versions})
         result = result.model_copy(update={"environment": about})
+        if rank:  # the first process writes
+            wait_for_all(group)
+            directory.remove()
+            return result
         with staged_directory(target, force=settings.force) as staged:
             kept = [path for path in (work / PLAN, *_found(work, study.artifacts)) if path.exists()]
             directories, files = (
@@ -231,10 +271,102 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
             keep_parts(work, staged, directories, files)
             sources = {*staged.glob(PLAN), *_found(staged, study.provenance)}
             result = write_result(result, staged, target, study.plot_formats, sources)
+        wait_for_all(group)
         directory.remove()
     finally:
         directory.close()
     return result
+
+
+def _check_plans(planned: Result) -> None:
+    """Raises: InputError where the processes of a group planned differently."""
+    plans = gathered(planned.plan_sha256, dealing())
+    if len({*plans}) > 1:
+        digests = ", ".join(str(plan)[:12] for plan in plans)
+        raise InputError(
+            f"the processes of the group made different plans ({digests}): every host needs the "
+            "same model, data and version of mlxstacks"
+        )
+
+
+def _run_dealt(steps: Sequence[Step], work: Path, study: Study, plan_sha256: str | None) -> None:
+    """The steps of this process; what those of the others left comes as files."""
+    size, rank = size_and_rank(dealing())
+    _share(work, study)
+    before = _listed(work, study)
+    for step in steps[rank::size]:
+        run_step(step, work, plan_sha256)
+    _share(work, study, before)
+    for step in steps:
+        if size > 1 and step.outputs:
+            _note_step(step, work, plan_sha256)
+
+
+Listing = Mapping[str, tuple[int, int]]
+
+
+def _listed(work: Path, study: Study) -> Listing:
+    """Files of artifacts and provenance: size and time of the last change, by name."""
+    found = _found(work, [*study.artifacts, *study.provenance])
+    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path])]
+    names = {file.relative_to(work): file.stat() for file in files if file.is_file()}
+    return {
+        str(name): (stat.st_size, stat.st_mtime_ns)
+        for name, stat in names.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def _share(work: Path, study: Study, before: Listing | None = None) -> None:
+    """Files that processes of a group have are sent to those that lack them, or have less of what
+    the result is made from: an answer log grows. Directories appear whole.
+
+    before: only what was changed since then is sent, whatever the others have.
+    """
+    if (group := dealing()) is None:
+        return
+    now, sources = _listed(work, study), {*map(str, _found(work, study.provenance))}
+    own = {
+        name: (size if before is not None or str(work / name) in sources else 0, size)
+        for name, (size, _) in now.items()
+        if before is None or now[name] != before.get(name)
+    }
+    offers = gathered(own, group)
+    arrived = work / _ARRIVED
+    shutil.rmtree(arrived, ignore_errors=True)
+    for name in sorted({name for offer in offers for name in offer}):
+        held = [offer.get(name, (-1, 0)) for offer in offers]
+        worth = [worth for worth, _ in held]
+        owner = worth.index(max(worth))
+        if min(worth) == worth[owner]:
+            continue
+        _, size = held[owner]
+        with ExitStack() as files:
+            source = target = None
+            if group.rank() == owner:
+                source = files.enter_context((work / name).open("rb"))
+            elif worth[group.rank()] < worth[owner]:
+                (arrived / name).parent.mkdir(parents=True, exist_ok=True)
+                target = files.enter_context((arrived / name).open("wb"))
+            for start in range(0, size, _PIECE):
+                count = min(_PIECE, size - start)
+                piece = sent_from(owner, source.read(count) if source else b"", count, group)
+                if target:
+                    target.write(piece)
+    if arrived.exists():
+        sync_tree(arrived)
+        _move_in(arrived, work)
+        shutil.rmtree(arrived)
+
+
+def _move_in(source: Path, target: Path) -> None:
+    for path in sorted(source.iterdir()):
+        there = target / path.name
+        if path.is_dir() and there.is_dir():
+            _move_in(path, there)
+        else:
+            path.replace(there)
+    sync_directory(target)
 
 
 def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
@@ -346,10 +478,11 @@ def _read_finished(study: Study) -> Result | None:
     if study.settings.force or not (target / RESULT).is_file():
         return None
     result, planned = Result.open(target), study.planned()
-    if (result.kind, result.plan) == (planned.kind, json.loads(json.dumps(planned.plan))):
+    plan = json.loads(json.dumps(planned.plan))  # as it would be read back: lists for tuples
+    if (result.kind, result.plan) == (planned.kind, plan):
         return result
     differing = what_differs(
-        {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(planned.plan or {})}
+        {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(plan or {})}
     )
     raise InputError(
         "\n  ".join([f"{target}: another plan was carried out there; it differs in", *differing])
@@ -412,10 +545,15 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     sync_tree(scratch)
     if missing := [name for name in step.outputs if not (scratch / name).is_file()]:
         raise InputError(f"step {step.name} left no {', '.join(missing)}")
-    digests = {name: file_sha256(scratch / name) for name in step.outputs}
     for name in step.outputs:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).replace(work / name)
         sync_directory((work / name).parent)
     shutil.rmtree(scratch)
+    _note_step(step, work, plan_sha256)
+
+
+def _note_step(step: Step, work: Path, plan_sha256: str | None) -> None:
+    record = read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
+    digests = {name: file_sha256(work / name) for name in step.outputs}
     write_json(work / STEPS, {**record, step.name: {"plan_sha256": plan_sha256, "sha256": digests}})

@@ -8,6 +8,7 @@ changed the document did not compute a new one; only running the command again s
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -45,8 +46,9 @@ class Result(Document):
     def table(self, id: str | None = None) -> "pandas.DataFrame":
         """A table as a pandas DataFrame with plain names of columns: `p (Holm)` is `p_holm`, a size
         `size_bytes`; shares are fractions. An interval is in two columns, `..._low` and
-        `..._high`, behind its estimate. Numbers are numeric, NaN where there is none. id: may be
-        left out where there is one table.
+        `..._high`, behind its estimate, and `5 of 8` in two, the second `..._of`. Numbers are
+        numeric, NaN where there is none or a word instead. id: may be left out where there is one
+        table.
 
         Raises: InputError: no such table; it lists the ids.
         """
@@ -57,6 +59,11 @@ class Result(Document):
         names = plain_names(block.columns)
         numeric = [column.kind != "text" for column in block.columns]
         for name, is_number, *cells in zip(names, numeric, *block.rows, strict=True):
+            if is_number:
+                cells = [None if isinstance(cell, str) else cell for cell in cells]
+            elif cells and None not in (pairs := list(map(_count_of, cells))):
+                columns[name], columns[f"{name}_of"] = zip(*pairs, strict=True)
+                continue
             if not any(isinstance(cell, tuple) for cell in cells):
                 columns[name] = cells
                 if is_number and None in cells:  # all of them, perhaps
@@ -86,10 +93,13 @@ class Result(Document):
         return sorted({*own, *type(self).model_fields} - {"read", "checked", "sealed", "from_json"})
 
     def plot(self, id: str | None = None) -> "Figure":
-        """A plot as a matplotlib figure. id, Raises: as `table`."""
-        from mlxstacks.study.render.figures import figure_of
+        """A plot as a matplotlib figure. id, Raises: as `table`, or matplotlib is not there."""
+        from mlxstacks.study.render.figures import WITHOUT, figure_of
 
-        return figure_of(self._block(id, Plot))
+        try:
+            return figure_of(self._block(id, Plot))
+        except ImportError:
+            raise InputError(f"no plot: {WITHOUT}") from None
 
     def _block(self, id: str | None, kind: Any) -> Any:
         blocks = {block.id: block for block in self.shown_blocks if isinstance(block, kind)}
@@ -222,3 +232,9 @@ def _beginning(parts: Sequence[str]) -> str:
     more = len(parts) - _MOST_NAMED
     listed = ", ".join(part[:200] for part in parts[:_MOST_NAMED])
     return f"{listed} and {more:,} more" if more > 0 else listed
+
+
+def _count_of(cell: Any) -> tuple[int, int] | None:
+    """Of `5 of 1,020` both numbers."""
+    found = re.fullmatch(r"([\d,]+) of ([\d,]+)", str(cell))
+    return found and (int(found[1].replace(",", "")), int(found[2].replace(",", "")))

@@ -145,10 +145,18 @@ def reference_of(batch: PairBatch) -> Reference | None:
 
 
 class PairGradients:
-    """Loss and gradients of the mean over all pairs of several batches; see `GradientStep`."""
+    """Loss and gradients of the mean over all pairs of several batches, which the processes of a
+    group share. Law: the bytes of one process.
+    """
 
-    def __init__(self, model: nn.Module, loss: PairLoss, head: OutputHead | None) -> None:
-        self.model, self.loss, self.head = model, loss, head
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: PairLoss,
+        head: OutputHead | None,
+        group: mx.distributed.Group | None = None,
+    ) -> None:
+        self.model, self.loss, self.head, self.group = model, loss, head, group
 
         def loss_of(batch: PairBatch, share: float) -> mx.array:
             scores = pair_scores(model, batch, head)
@@ -159,5 +167,5 @@ class PairGradients:
     def __call__(self, batches: Sequence[Any], seed: int, step: int) -> StepGradients:
         pairs = sum(batch.pairs for batch in batches)
         parts = [(batch, batch.pairs / pairs) for batch in batches]
-        loss, gradients = added_up(self.model, self._function, parts, f"{seed}/{step}")
+        loss, gradients = added_up(self.model, self._function, parts, f"{seed}/{step}", self.group)
         return StepGradients(loss, {}, gradients)

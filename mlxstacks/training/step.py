@@ -7,10 +7,9 @@ loss follows from those of the whole step.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,52 +21,51 @@ from mlxstacks.layers.adapted import Balance, begin_step
 from mlxstacks.layers.gates import balance_gradient
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import PieceSums, weighted_cross_entropy_sum
-
-Number = TypeVar("Number", int, float)
-
-
-def current_group() -> mx.distributed.Group | None:
-    """The group of this process; None for a process of its own.
-
-    Raises: RuntimeError when a list of hosts is given but they cannot be joined: each would
-        otherwise train alone.
-    """
-    if "MLX_HOSTFILE" in os.environ:
-        group = mx.distributed.init(strict=True, backend="ring")
-    else:
-        group = mx.distributed.init()
-    return group if group.size() > 1 else None
-
-
-def size_and_rank(group: mx.distributed.Group | None) -> tuple[int, int]:
-    return (1, 0) if group is None else (group.size(), group.rank())
+from mlxstacks.processes import size_and_rank
 
 
 def sum_over_group(tree: Any, group: mx.distributed.Group | None) -> Any:
     """A tree of arrays, added over the processes; sent as one flat message."""
     if group is None:
         return tree
+    message = mx.concatenate([array.reshape(-1) for _, array in tree_flatten(tree)])
+    return _shaped(mx.distributed.all_sum(message, group=group), tree)
+
+
+def added_in_order(
+    part_at: Callable[[int], Any], count: int, group: mx.distributed.Group | None
+) -> Any:
+    """The sum of trees of arrays `part_at(0)`, `part_at(1)`, ..., each evaluated by one process.
+
+    Law: the bytes of one process; the parts are added in their order, whoever computed them.
+    """
+    size, rank = size_and_rank(group)
+    total: Any = None
+    for first in range(0, count, size):
+        # All have to join: one that is left without a part computes the last one again.
+        part = part_at(min(first + rank, count - 1))
+        for each in _of_all(part, group)[: count - first]:
+            total = each if total is None else tree_map(mx.add, total, each)
+        mx.eval(total)
+    return total
+
+
+def _of_all(tree: Any, group: mx.distributed.Group | None) -> list[Any]:
+    """The trees of all processes, by rank."""
+    if group is None:
+        return [tree]
+    message = mx.concatenate([array.reshape(-1) for _, array in tree_flatten(tree)])
+    return [_shaped(row, tree) for row in mx.distributed.all_gather(message[None], group=group)]
+
+
+def _shaped(message: mx.array, tree: Any) -> Any:
+    """Arrays as those of `tree`, from one flat message."""
     flat = tree_flatten(tree)
-    message = mx.concatenate([array.reshape(-1) for _, array in flat])
-    message = mx.distributed.all_sum(message, group=group)
     ends = list(np.cumsum([array.size for _, array in flat]))
     parts = mx.split(message, [int(end) for end in ends[:-1]])
-    shaped = [p.reshape(a.shape).astype(a.dtype) for (_, a), p in zip(flat, parts, strict=True)]
-    return tree_unflatten([(name, p) for (name, _), p in zip(flat, shaped, strict=True)])
-
-
-def gathered(number: Number, group: mx.distributed.Group | None) -> list[Number]:
-    """The numbers of all processes, by rank; a float comes back as a float32."""
-    if group is None:
-        return [number]
-    numbers: list[Number] = mx.distributed.all_gather(mx.array([number]), group=group).tolist()
-    return numbers
-
-
-def wait_for_all(group: mx.distributed.Group | None) -> None:
-    """Return once every process of the group has come here."""
-    if group is not None:
-        mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
+    return tree_unflatten(
+        [(n, p.reshape(a.shape).astype(a.dtype)) for (n, a), p in zip(flat, parts, strict=True)]
+    )
 
 
 Forward = Callable[[nn.Module, mx.array], tuple[mx.array, mx.array | Balance | None]]
@@ -132,23 +130,24 @@ def added_up(
     function: Callable[[Any, float], Any],
     parts: Sequence[tuple[Any, float]],
     key: str | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> Any:
-    """The sum of `function(batch, share)` over (batch, share), evaluated one after the other.
+    """The sum of `function(batch, share)` over (batch, share), as `added_in_order`.
 
     Each batch has `rows` with target weights. key: what dropout and noise draw with is made of it
     and of the batch's place; None turns them off.
     """
-    total: Any = None
-    for place, (batch, share) in enumerate(parts):
+
+    def part_at(place: int) -> Any:
+        batch, share = parts[place]
         drawn = None if key is None else random_key(f"{key}/{place}/0")
         begin_step(model, drawn, tokens_that_count(mx.array(batch.rows.target_weights)))
         try:
-            part = function(batch, share)
+            return function(batch, share)
         finally:
             begin_step(model, None)
-        total = part if total is None else tree_map(mx.add, total, part)
-        mx.eval(total)
-    return total
+
+    return added_in_order(part_at, len(parts), group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +234,9 @@ class GradientStep:
         frozen then become constants: do not change them while this object is in use.
     Law: the same rows with any padding, in one batch or in several, on one process or on several,
         give the same loss and gradients but for rounding, the balance of experts included. Noise
-        and dropout are drawn by batch and place, so they differ.
+        and dropout are drawn by batch and place, so they differ. Several processes that can share
+        the batches of a step evenly take whole ones, and give the bytes of one process; else they
+        share the rows of each.
     """
 
     def __init__(
@@ -266,15 +267,16 @@ class GradientStep:
         if total_weight <= 0:
             raise ValueError("a batch has no loss weight: every token is masked")
         count = sum(len(batch.tokens) for batch in batches)
-        in_parts = len(batches) > 1 or size_and_rank(self.group)[0] > 1
-        total: Any = None
-        for place, batch in enumerate(batches):
-            micro = self._own_rows(batch, total_weight, count, f"{seed}/{step}/{place}")
-            micro = micro._replace(in_parts=in_parts)
-            part = self._run(micro)
-            total = part if total is None else tree_map(mx.add, total, part)
-            mx.eval(total)
-        total = sum_over_group(total, self.group)
+        size, _ = size_and_rank(self.group)
+        in_parts = len(batches) > 1 or size > 1
+        by_rows, by_batches = (self.group, None) if len(batches) % size else (None, self.group)
+
+        def part_at(place: int) -> Any:
+            name = f"{seed}/{step}/{place}"
+            micro = self._own_rows(batches[place], total_weight, count, name, by_rows)
+            return self._run(micro._replace(in_parts=in_parts))
+
+        total = sum_over_group(added_in_order(part_at, len(batches), by_batches), by_rows)
         if in_parts and isinstance(self.loss, CrossEntropyLoss):
             total = self.loss.with_balance(total)
         mx.eval(total)
@@ -291,11 +293,18 @@ class GradientStep:
             begin_step(self.model, None)  # and in the layers' keys; padding is that of this batch
         return {"loss": loss, "parts": parts, "gradients": gradients}
 
-    def _own_rows(self, batch: Batch, total_weight: float, count: int, place: str) -> MicroBatch:
+    def _own_rows(
+        self,
+        batch: Batch,
+        total_weight: float,
+        count: int,
+        place: str,
+        group: mx.distributed.Group | None,
+    ) -> MicroBatch:
         """The rows of this process. Where there are too few, one row without weight takes part:
         everybody has to join in the sums.
         """
-        size, rank = size_and_rank(self.group)
+        size, rank = size_and_rank(group)
         rows = np.array_split(np.arange(len(batch.tokens)), size)[rank]
         weights = batch.target_weights[rows] / total_weight
         share = len(rows) / count

@@ -133,7 +133,14 @@ def test_missing_and_truncated_shards_are_named(model: Path, adapter: Path) -> N
 def test_adapter_of_another_model_lists_everything(model: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", bits=4)
     adapter = random_adapter(other, ["self_attn.q_proj", "mlp.down_proj"], std=0.01)
-    words = ["4 problems", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "nearest"]
+    words = [
+        "5 problems",
+        "was trained on",
+        "give that base",
+        "layers.0.self_attn.q_proj",
+        "layers.1.mlp.down_proj",
+        "nearest",
+    ]
     assert_refused(AdapterError, words, model, adapter)
 
 

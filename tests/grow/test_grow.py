@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -85,7 +86,7 @@ def settings_for(places: Places, out: Path, **changes: Any) -> GrowSettings:
         "store_path": str(places.store), "model": str(places.model), "log_path": str(places.log),
         "data": str(places.data), "domain": "gamma", "minimum_events": 20, "yes": ("all",),
         "samples_per_domain": 12, "iters": 60, "learning_rate": 2e-2, "rounds": 1,
-        "max_fall": 99.0, "confirm_share": 0.7, "save_path": str(out),
+        "max_fall": 99.0, "confirm_share": 0.5, "save_path": str(out),
     }  # fmt: skip
     return GrowSettings.model_validate(values | changes)
 
@@ -115,7 +116,7 @@ def checks_of(result: Result, stage: str) -> dict[str, Any]:
 
 def test_the_store_takes_the_domain_with_a_router_that_knows_it(grown: Grown) -> None:
     store = Store.open(grown.places.store)
-    assert grown.result.data["accepted"]
+    assert grown.result.data["accepted"], grown.result.verdict
     assert [domain.name for domain in store.manifest.domains] == ["alpha", "beta", "gamma"]
     header = store.read_router().header
     assert header.domains == ("alpha", "beta", "gamma")
@@ -136,6 +137,21 @@ def test_undo_puts_every_byte_back(grown: Grown, tmp_path: Path) -> None:
     after = hashes(own.store)
     assert after["manifest.json"] == grown.before["manifest.json"]
     assert all(after[name] == grown.before[name] for name in grown.before if "/" in name)
+
+
+def test_no_domain_brings_more_prompts_to_the_router_than_were_asked_of_the_new_one(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def stopping(settings: Any, **_: Any) -> None:
+        asked.append(settings.single_cap)
+        raise InputError("enough")
+
+    monkeypatch.setattr(grow_run.discover, "run", stopping)
+    with pytest.raises(InputError, match="enough"):
+        grow(copied(places, tmp_path), tmp_path / "out", rows=64)
+    assert asked == [64]
 
 
 def test_what_grew_is_a_domain_to_the_next_growth(
@@ -335,6 +351,26 @@ def test_the_built_in_store_stays_as_it_is(places: Places, tmp_path: Path) -> No
 
     with pytest.raises(TargetError, match="comes with mlxstacks"):
         grow(places, tmp_path / "out", store_path=str(nano_paths().store_path), model=None)
+
+
+@pytest.mark.parametrize(("left", "passed"), [(0.9, True), (0.45, False)])
+def test_a_little_help_is_no_answer(
+    places: Places, monkeypatch: pytest.MonkeyPatch, left: float, passed: bool
+) -> None:
+    """Known stacks take half off their rows' losses; of the new rows' lower losses they leave
+    `left`, more than 0.01 nats less than the base does.
+    """
+    found = [SimpleNamespace(base_loss=2.0, best_loss=1.0)] * 8
+    found += [SimpleNamespace(base_loss=0.5, best_loss=0.5 * left)] * 8
+    monkeypatch.setattr(checks, "rules_for", lambda *_: None)
+    losses = SimpleNamespace(search=lambda *_: found)
+    monkeypatch.setattr(checks, "RowLosses", lambda *_, **__: losses)
+    served: Any = SimpleNamespace(domains=("alpha", "beta"))
+    header: Any = None
+    rows: Any = [None] * 8
+    settings = settings_for(places, places.store, confirm_share=0.8)
+    check = checks.is_unserved(settings, served, header, rows, rows, lambda _: None)
+    assert check.passed == passed, check.found
 
 
 def test_answers_are_dealt_to_other_prompts() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
 from mlxstacks.errors import InputError
@@ -269,6 +270,29 @@ def test_completions_take_the_prompt_as_it_is(engine: Scripted, client: openai.O
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == "Hello"
 
 
+class King(BaseModel):
+    name: str
+
+
+def test_schemas_come_from_every_client(
+    engine: Scripted, client: openai.OpenAI, messages: Any
+) -> None:
+    said = [Part("text", '{"name":'), Part("text", '"Gus"}')]
+    engine.script = lambda ask: [BEGUN, *pieces(said)]
+    turns: Any = [{"role": "user", "content": "Who?"}]
+    chat = client.chat.completions.parse(model="math", messages=turns, response_format=King)
+    assert chat.choices[0].message.parsed == King(name="Gus")
+    response = client.responses.parse(model="math", input="Who?", text_format=King)
+    assert response.output_parsed == King(name="Gus")
+    message = messages.parse(model="math", max_tokens=9, messages=turns, output_format=King)
+    assert message.parsed_output == King(name="Gus")
+    free: Any = {"type": "json_object"}
+    client.chat.completions.create(model="math", messages=turns, response_format=free)
+    *schemas, last = [json.loads(ask.sampling.schema or "") for ask in engine.asks]
+    assert [schema["properties"]["name"]["type"] for schema in schemas] == ["string"] * 3
+    assert last == {"type": "object"}
+
+
 def test_refusals_have_the_clients_own_errors(
     engine: Scripted, chat: Callable[..., Any], messages: Any
 ) -> None:
@@ -294,7 +318,9 @@ def test_refusals_have_the_clients_own_errors(
     [
         {"n": 0}, {"temperature": -1}, {"max_tokens": 1001}, {"top_logprobs": 21},
         {"stop": ["x"] * 17}, {"logit_bias": {"1": 5}}, {"extra_body": {"adapters": "math"}},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object"}, "tools": [ADD]},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"response_format": {"type": "grammar"}},
         {"tools": [{"type": "function"}]}, {"tool_choice": "required", "tools": [ADD]},
         {"messages": []}, {"messages": [{"role": "<|im_end|>", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "/x"}]}]},

@@ -3,12 +3,14 @@
 Run: pytest tests/serve/test_engine.py
 """
 
+import json
 import os
 import queue
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from mlxstacks.files.store_commands import (
 )
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.routing.generation import Sampling
+from mlxstacks.routing.schemas import SchemaMask, Schemas
 from mlxstacks.serve.engine import Engine
 from mlxstacks.serve.prefix_files import PrefixFiles
 from mlxstacks.serve.requests import Ask, Begun, Piece, Refused, Ticket
@@ -121,6 +124,54 @@ def test_log_probabilities_are_of_the_tokens(engine: Engine) -> None:
     for token in answer.logprobs:
         assert token.top[0] == (token.text, pytest.approx(token.logprob))  # greedy: the likeliest
         assert [value for _, value in token.top] == sorted((v for _, v in token.top), reverse=True)
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
+def test_rows_of_one_batch_have_each_their_schema(engine: Engine) -> None:
+    digits, name = (
+        json.dumps({"type": "object", "properties": {"a": kind}, "required": ["a"],
+                    "additionalProperties": False})
+        for kind in ({"type": "integer", "maximum": 999}, {"enum": ["Gus", "Quinn"]})
+    )  # fmt: skip
+    wanted: list[tuple[str, dict[str, Any], int]]
+    wanted = [("base", {"schema": digits, "temp": 1.2, "seed": 3}, 3), ("adapter", {}, 1),
+              ("islands", {"schema": name, "repetition_penalty": 1.1}, 1)]  # fmt: skip
+    fields = {"max_tokens": 120}
+    together = [Asked(engine, m, KING, n=n, sampling=fields | s) for m, s, n in wanted]
+    texts = [one.read().texts for one in together]
+    assert len({json.loads(text)["a"] for text in texts[0]}) > 1
+    assert json.loads(texts[2][0])["a"] in ("Gus", "Quinn")
+    assert all(a.finish == "stop" for one in together for a in one.answers)
+    for (model, sampling, n), expected in zip(wanted, texts, strict=True):
+        assert Asked(engine, model, KING, n=n, sampling=fields | sampling).read().texts == expected
+    cut = Asked(engine, "islands", KING, stop=('"a"',), sampling={"schema": name}).read()
+    assert cut.texts[0] == texts[2][0].partition('"a"')[0] or cut.answers[0].stop_text == '"a"'
+    with pytest.raises(InputError, match="Invalid type"):
+        Asked(engine, "base", sampling={"schema": '{"type": "strin"}'})
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
+def test_schema_that_becomes_too_complex_ends_its_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def compute_bitmask(self) -> bytes:
+            return bytes(100)
+
+        def is_stopped(self) -> bool:
+            return True
+
+        def get_error(self) -> str:
+            return "too many items"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Schemas, "mask", lambda *arguments: SchemaMask(Broken()))
+        broken = Asked(engine, "base", sampling={"schema": "{}"})
+        other = Asked(engine, "adapter").read()
+    refused = broken.read().refused
+    assert refused is not None
+    assert (refused.status, "too many items" in refused.message) == (400, True)
+    assert other.texts == ["I am Quinn."]
 
 
 def test_a_beginning_is_computed_once_a_route(engine: Engine) -> None:
@@ -284,6 +335,35 @@ def test_memory_stays_within_the_budget() -> None:
     nano.pool.release(held)
     assert nano.pool.held_bytes < held.parts[0][0].nbytes + nano.pool.nbytes
     nano.pool.release(nano.pool.hold({nano.pool.domains[1]: 1.0}))
+
+
+def test_live_buffers_stay_within_the_limit() -> None:
+    wide = Engine(nano_settings())
+    wide.start()
+    Asked(wide, "islands").read()
+    used = wide._bytes.buffers  # of a row, or the beginning of one
+    stacks, step = wide._pool.buffers, int(0.9 * 499_000) - wide._most_buffers
+    wide.stop()
+    # for two rows, a beginning and one of the domains, next to the adapter
+    limit = int((step + stacks + 3 * used) / 0.9) + 60
+    engine = Engine(nano_settings(resource_limit=limit))
+    engine.start()
+    try:
+        for model in ("islands", "tolu", "adapter", "base", "islands"):
+            begun = Asked(engine, model, KING).read().begun
+            assert begun is not None, model
+            assert (begun.loaded == (model,)) is (model in ("islands", "tolu")), begun
+            while engine._rows:
+                time.sleep(0.01)
+            assert engine._needs()[1] >= engine._pool.buffers + used * len(engine._prefixes)
+        for model in ("ungated", "islands,tolu"):
+            refused = Asked(engine, model).read().refused
+            assert refused is not None
+            assert refused.status == 429
+            assert "Metal's limit on live buffers" in refused.message
+        assert Asked(engine, "base").read().refused is None
+    finally:
+        engine.stop()
 
 
 def test_predicted_cache_bytes_are_enough() -> None:

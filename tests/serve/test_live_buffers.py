@@ -15,11 +15,13 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
+from mlxstacks.guard.cache_bytes import CacheBytes
+from mlxstacks.guard.predict import predict_decode
 from mlxstacks.routing.generation import PREFILL_TOKENS
 from mlxstacks.serve.rows import RowRoutes
 from tests.conftest import SOAK
 from tests.counting import Counter, available, counted
-from tests.serve.serve_cases import Nano, open_nano
+from tests.serve.serve_cases import Job, Nano, open_nano, write
 
 ROUTES: tuple[dict[str, float], ...] = ({}, {"islands": 1.0}, {"adapter": 1.0, "tolu": 0.5})
 
@@ -51,11 +53,33 @@ def write_requests(nano: Nano, counter: Counter, requests: int, tokens: int) -> 
     return {**found, "last": counter.live}
 
 
+def peak_and_prediction(nano: Nano, counter: Counter, rows: int, longest: int) -> list[int]:
+    """Live buffers at the peak of rows of all routes together, and what admission predicts."""
+    routes = [*ROUTES, dict.fromkeys(nano.pool.domains, 1.0)]
+    jobs = [Job("Who is king? " * (1 + i % longest), routes[i % 4]) for i in range(rows)]
+    held = [nano.pool.hold(job.weights) for job in jobs]
+    nano.forward.base()
+    step = 2 * predict_decode(nano.base.model, 1, 1, batched=True).first_buffers
+    predicted = step + nano.pool.buffers + rows * CacheBytes.of(nano.base.model).buffers
+    with counter.longest_lead():
+        mx.synchronize()
+        counter.reset()
+        write(nano, jobs)
+        mx.synchronize()
+    for one in held:
+        nano.pool.release(one)
+    return [counter.peak, predicted]
+
+
 def main() -> None:
-    """The counting process: [requests, tokens] -> live buffers."""
+    """The counting process: [requests, tokens] -> live buffers; {rows, longest} -> peaks."""
     counter = Counter()
     nano = open_nano()
-    for requests, tokens in json.load(sys.stdin):
+    for case in json.load(sys.stdin):
+        if isinstance(case, dict):
+            print(json.dumps(peak_and_prediction(nano, counter, **case)), flush=True)
+            continue
+        requests, tokens = case
         write_requests(nano, counter, 3, 40)  # what is made once
         print(json.dumps(write_requests(nano, counter, requests, tokens)), flush=True)
 
@@ -67,6 +91,13 @@ def test_no_buffer_stays_behind_a_token_or_a_request() -> None:
     (found,) = counted("tests.serve.test_live_buffers", [case])
     assert found["late"] <= found["early"] + 8, found
     assert found["last"] <= found["first"] + 2, found
+
+
+@pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")
+def test_predicted_buffers_are_enough() -> None:
+    cases = [{"rows": rows, "longest": n} for rows, n in ((1, 1), (4, 1), (4, 40), (16, 10))]
+    for peak, predicted in counted("tests.serve.test_live_buffers", cases):
+        assert peak <= predicted <= 2 * peak
 
 
 if __name__ == "__main__":

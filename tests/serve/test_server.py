@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from mlxstacks.cli import run
 from mlxstacks.errors import InputError
@@ -105,6 +107,30 @@ def test_both_clients_get_the_same_answer(
         turns: Any = [{"role": "user", "content": text}]
         message: Any = other.messages.create(model="adapter", max_tokens=12, messages=turns)
     assert whole == streamed == message.content[0].text == "I am Quinn."
+
+
+class King(BaseModel):
+    king: str = Field(max_length=8)
+    age: int = Field(ge=1, le=99)
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="needs llguidance")
+def test_parsed_answers_are_of_their_class(client: openai.OpenAI) -> None:
+    turns: Any = [{"role": "user", "content": "Who is king of Corva?"}]
+    asked: Any = {"model": "islands", "messages": turns, "max_tokens": 200, "temperature": 1.0}
+    answer: Any = client.chat.completions.parse(**asked, response_format=King, n=3)
+    for choice in answer.choices:
+        assert 1 <= choice.message.parsed.age <= 99
+    with client.chat.completions.stream(**asked, response_format=King) as stream:
+        parsed = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(parsed, King)
+    response: Any = client.responses.parse(
+        model="islands", input="Who?", max_output_tokens=200, text_format=King
+    )
+    assert isinstance(response.output_parsed, King)
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: strin"):
+        client.chat.completions.create(**asked, response_format=bad)
 
 
 def test_text_of_users_is_never_a_special_token(client: openai.OpenAI) -> None:

@@ -240,6 +240,9 @@ def test_a_script_ends_as_a_command_does(
     def script(*words: str) -> int:
         return main(Quick, coin.CoinSettings, words)
 
+    plan = coin.CoinStudy.plan
+    # a tuple is read back as a list
+    monkeypatch.setattr(Quick, "plan", lambda study: {**plan(study), "pair": (1, 2)})
     place = str(tmp_path / "coin")
     assert script(place, "tosses=40") == 0
     first = capsys.readouterr().out

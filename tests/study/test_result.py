@@ -6,6 +6,7 @@ Run: pytest tests/study/test_result.py
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -21,7 +22,9 @@ from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import (
     RESULT,
+    Cell,
     Column,
+    Columns,
     Environment,
     Kind,
     Plot,
@@ -263,6 +266,21 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
     assert result.table().equals(frame)
     with pytest.raises(InputError, match=r"no table 'arm'; .*'arms'"):
         result.table("arm")
+
+
+def test_columns_of_numbers_are_numbers_whatever_the_page_says(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pandas")
+    columns: Columns = {"arm": "text", "right": "text", "correlation": "number"}
+    rows: list[tuple[Cell, ...]] = [("a", "5 of 8", 0.5), ("b", "1 of 1,020", "not fused")]
+    table = Table.of("arms", "Arms", columns, rows)
+    frame = Result.open(run).model_copy(update={"blocks": (table,)}).table("arms")
+    assert (frame["right"].tolist(), frame["right_of"].tolist()) == ([5, 1], [8, 1020])
+    assert frame["correlation"].mean() == 0.5
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r"no plot: matplotlib is not installed; pip install"):
+        Result.open(run).plot("shares")
 
 
 def test_every_block_of_an_exploratory_result_is_marked() -> None:

@@ -1,54 +1,65 @@
-"""Two processes that share every batch have the losses and gradients of one.
+"""Two processes that share a training have the losses and gradients of one; where each takes whole
+batches, its bytes.
 
 Run: pytest tests/training/test_group.py
 """
 
 import json
-import os
-import socket
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from mlxstacks.errors import InputError
+from mlxstacks.processes import (
+    current_group,
+    dealing,
+    dealing_over,
+    gathered,
+    sent_from,
+    size_and_rank,
+)
+from mlxstacks.studies.stack import align
 from mlxstacks.studies.train.run import run
-from mlxstacks.training.settings import TrainSettings
-from mlxstacks.training.step import current_group, gathered, size_and_rank
-from tests.studies.train_cases import settings_for, write_data, write_tiny_model
-from tests.warm import Child
+from mlxstacks.training.settings import AlignSettings, TrainSettings
+from tests.groups import in_group, needs_group
+from tests.studies.train.test_align import pairs
+from tests.studies.train_cases import settings_for, write_data, write_rows, write_tiny_model
 
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in opened:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in opened]
+VALUES = [1, 0.1, None, "tolu"]
 
 
 def main() -> None:
     """One process of a group."""
-    size, rank = size_and_rank(current_group())
-    assert gathered(rank + 5, current_group()) == list(range(5, 5 + size))
-    run(TrainSettings.model_validate_json(sys.argv[1]))
+    group = current_group()
+    assert group is not None
+    size, rank = size_and_rank(group)
+    assert gathered(VALUES[rank], group) == VALUES[:size]
+    assert sent_from(1, b"tolu" if rank else b"", 4, group) == b"tolu"
+    with dealing_over(group):
+        assert (current_group(), dealing()) == (None, group)
+    if len(sys.argv) > 1:
+        settings = json.loads(sys.argv[1])
+        if "method" in settings:
+            align.run(AlignSettings.model_validate(settings))
+        else:
+            run(TrainSettings.model_validate(settings))
 
 
-def can_listen() -> bool:
-    try:
-        with socket.socket() as opened:
-            opened.bind(("127.0.0.1", 0))
-            opened.listen()
-    except OSError:
-        return False
-    return True
+if __name__ == "__main__":
+    main()
 
 
-needs_sockets = pytest.mark.skipif(not can_listen(), reason="no sockets on this machine")
+def run_in_group(directory: Path, settings: TrainSettings) -> list[int]:
+    text = json.dumps(settings.model_dump(mode="json", exclude_unset=True))
+    return in_group(directory, text, module=__name__)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="starts processes by forking, as tests/warm.py")
-@needs_sockets
+def weights(directory: Path) -> bytes:
+    return (directory / "adapters.safetensors").read_bytes()
+
+
+@needs_group
 def test_two_processes_train_like_one(tmp_path: Path) -> None:
     """The last batch of an epoch has one row: one process then takes part without any."""
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data", train=5)
@@ -56,15 +67,7 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
     assert gathered(5, current_group()) == [5]
     run(settings_for(model, data, tmp_path / "one", **changes))
     settings = settings_for(model, data, tmp_path / "two", **changes)
-    # What `mlx.launch --backend ring` tells its processes.
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
-    command = [sys.executable, "-m", __name__, settings.model_dump_json()]
-    children = [
-        Child(command, env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [child.wait(60) for child in children] == [0, 0]
+    assert run_in_group(tmp_path, settings) == [0, 0], (tmp_path / "0").read_text()
     one, two = (
         json.loads((tmp_path / name / "result.json").read_text())["data"] for name in ("one", "two")
     )
@@ -74,3 +77,44 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
         assert theirs["grad_norm"] == pytest.approx(mine["grad_norm"], rel=2e-3)
     for mine, theirs in zip(one["validation"], two["validation"], strict=True):
         assert theirs["validation_loss"] == pytest.approx(mine["validation_loss"], abs=2e-4)
+
+
+@needs_group
+@pytest.mark.parametrize("method", [None, "dpo", "orpo"])
+def test_whole_batches_give_the_bytes_of_one_process(tmp_path: Path, method: str | None) -> None:
+    model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
+    values = settings_for(model, data, tmp_path / "one", grad_accumulation_steps=4)
+    one = values.model_dump(exclude_unset=True)
+    kind: type[TrainSettings] = TrainSettings
+    if method is not None:
+        kind = AlignSettings
+        one |= {"method": method, "data": str(tmp_path / "pairs"), "learning_rate": 3e-3}
+        write_rows(tmp_path / "pairs" / "train.jsonl", pairs(20))
+        write_rows(tmp_path / "pairs" / "valid.jsonl", pairs(8))
+    settings = kind(**one)
+    align.run(settings) if isinstance(settings, AlignSettings) else run(settings)
+    two = kind(**one | {"save_path": str(tmp_path / "two")})
+    assert run_in_group(tmp_path, two) == [0, 0], (tmp_path / "0").read_text()
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+
+
+@needs_group
+def test_batches_that_cannot_be_shared_evenly_are_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    write_rows(tmp_path / "data" / "train.jsonl", pairs(8))
+    write_rows(tmp_path / "data" / "valid.jsonl", pairs(4))
+    values = settings_for(model, tmp_path / "data", tmp_path / "out", grad_accumulation_steps=1)
+    settings = AlignSettings(**values.model_dump(exclude_unset=True) | {"method": "orpo"})
+    assert run_in_group(tmp_path, settings) != [0, 0]
+    assert "has to be a multiple of 2; it is 1" in (tmp_path / "0").read_text()
+
+
+def test_hosts_that_cannot_be_joined_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "none.json"))
+    with pytest.raises(InputError, match=r"cannot be joined: .*none\.json.*start them with mlx"):
+        current_group()
+    (tmp_path / "none.json").write_text("")
+    assert current_group() is None  # of `mlx.launch -n 1`

@@ -11,9 +11,10 @@ from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 from mlxstacks.data import batch_at, pack_rows
+from mlxstacks.processes import current_group
 from mlxstacks.training.initial import set_initial_weights
 from mlxstacks.training.loop import TrainingState, load_state, new_state, save_state, train
-from mlxstacks.training.step import cross_entropy_loss, current_group
+from mlxstacks.training.step import cross_entropy_loss
 from mlxstacks.training.tokenizer import train_tokenizer
 from tools.nano.corpus import training_documents
 from tools.nano.encode import encode_documents

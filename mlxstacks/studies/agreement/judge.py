@@ -97,8 +97,10 @@ def _calibrated(
     settings: FuseSettings, advance: Progress, dry_run: bool
 ) -> tuple[dict[str, Array] | None, list[str]]:
     """Moments for gptq, and notes. Raises: InputError: rows or a target that cannot be used."""
-    if settings.requant != "gptq" or dry_run:
+    if settings.requant != "gptq":
         return None, []
+    if dry_run:
+        return None, ["gptq is not estimated: a plan does not read the calibration."]
     _check_memory(resolve_model(str(settings.model)))
     check_target(user_path(str(settings.save_path)), force=settings.force)
     return calibrate(settings, advance)

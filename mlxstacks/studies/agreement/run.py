@@ -32,6 +32,7 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.processes import dealing, gathered
 from mlxstacks.stats import bootstrap_ratio, wilson_interval
 from mlxstacks.studies.agreement.settings import AgreementSettings
 from mlxstacks.study.document import Block, Cell, Kind, Plot, Series, Standing, Table, counted
@@ -70,10 +71,11 @@ def run(
 
 
 class _Agreement(Study):
+    is_dealt = True
     settings: AgreementSettings
 
     def __init__(self, settings: AgreementSettings, progress: Callable[..., None] | None) -> None:
-        self.settings, self.notes = settings, list[str]()
+        self.settings, self.notes = settings, dict[str, list[str]]()
         self.inputs = (settings.model, *settings.other, *settings.adapter_path, settings.data)
         self.plot_formats = [settings.plot_format] if settings.plots else []
         self.models = _names(settings)
@@ -111,29 +113,34 @@ class _Agreement(Study):
             blocks=(Table.of_facts("plan", "What is compared", facts),),
         )  # fmt: skip
 
-    def steps(self, work: Path) -> Iterator[Step]:
+    def steps(self, work: Path) -> Iterator[Step | list[Step]]:
         yield Step("reference", self._refer, (REFERENCE,))
         reference = Reference.open(work / REFERENCE)
-        for number, (name, path) in enumerate(self.models.items()):
-            agree_with = partial(self._agree, reference, name, path, _file(number))
-            yield Step(name, agree_with, (_file(number),))
+        yield [
+            Step(name, partial(self._agree, reference, name, path, _file(number)), (_file(number),))
+            for number, (name, path) in enumerate(self.models.items())
+        ]
 
     def conclude(self, work: Path) -> Result:
-        return concluded(self.settings, work, tuple(self.notes))
+        notes = {
+            name: notes for part in gathered(self.notes, dealing()) for name, notes in part.items()
+        }
+        order = [note for name in ("", *self.models) for note in notes.get(name, ())]
+        return concluded(self.settings, work, tuple(dict.fromkeys(order)))
 
-    def _load(self, path: Path, adapters: Sequence[str] = ()) -> tuple[nn.Module, Any]:
+    def _load(self, name: str, path: Path, adapters: Sequence[str] = ()) -> tuple[nn.Module, Any]:
+        """name: of what is compared; "" for the reference."""
         matching = {
             "allow_base": self.settings.allow_base,
             "peft_layout": self.settings.peft_layout,
         }
-        model, tokenizer, notes = load(path, adapters, self.settings.base, **matching)
-        self.notes += [note for note in notes if note not in self.notes]
+        model, tokenizer, self.notes[name] = load(path, adapters, self.settings.base, **matching)
         return model, tokenizer
 
     def _refer(self, out: Path) -> None:
         settings = self.settings
         path = resolve_model(str(settings.model))
-        model, tokenizer = self._load(path, settings.adapter_path)
+        model, tokenizer = self._load("", path, settings.adapter_path)
         passages = read_passages(
             self.records, model, tokenizer,
             answer_tokens=settings.answer_tokens, most_tokens=settings.max_tokens,
@@ -142,7 +149,7 @@ class _Agreement(Study):
         refer(model, passages, self.whole.part(1, "reference")).save(out / REFERENCE)
 
     def _agree(self, reference: Reference, name: str, path: str, file: str, out: Path) -> None:
-        model, _ = self._load(resolve_model(path))
+        model, _ = self._load(name, resolve_model(path))
         agree(model, reference, self.whole.part(1, name)).save(out / file)
 
 

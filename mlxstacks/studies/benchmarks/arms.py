@@ -46,6 +46,7 @@ from mlxstacks.fuse.in_memory import attach_adapters, fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.selection import Selection, base
 from mlxstacks.layers.stacked import set_mode
+from mlxstacks.processes import dealing, gathered
 from mlxstacks.routing.candidate_losses import Weights
 from mlxstacks.routing.engine import begins_in_thought, context_tokens, split_thoughts
 from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, encode_prompt, generate
@@ -206,7 +207,7 @@ class Routes:
     ) -> None:
         self.mode, self._domains, self._router, self._hard = mode, tuple(domains), router, hard
         self._routed: dict[str, Weights] = {}
-        self._gaps = 0
+        self._gaps: dict[str, bool] = {}
         self._without: dict[str, str] = {}  # prompt -> why the base answered it
         self._unserved: dict[str, str] = {}  # prompt -> its domain, which has no stacks
 
@@ -234,7 +235,7 @@ class Routes:
             assert self._router is not None, "mode routed needs a router"
             # One prompt at a time: its scores then have the same bits whatever else is asked.
             (route,) = self._router.routes([prompt], hard=self._hard, routable=self._domains)
-            self._gaps += route.gap
+            self._gaps[prompt] = route.gap
             self._routed[prompt] = tuple(route.weights.items())
         return self._routed[prompt]
 
@@ -255,7 +256,18 @@ class Routes:
             return {}
         active = [len(weights) for weights in self._routed.values()]
         mean = sum(active) / len(active) if active else None
-        return {"prompts_routed": len(active), "gaps": self._gaps, "mean_active_domains": mean}
+        gaps = sum(self._gaps.values())
+        return {"prompts_routed": len(active), "gaps": gaps, "mean_active_domains": mean}
+
+    def gather(self) -> None:
+        """Take in what other processes of the group have routed."""
+        own = self._routed, self._gaps, self._without, self._unserved
+        for routed, gaps, without, unserved in gathered(own, dealing()):
+            for prompt, weights in routed.items():  # JSON has no tuples
+                self._routed[prompt] = tuple((domain, weight) for domain, weight in weights)
+            self._gaps |= gaps
+            self._without |= without
+            self._unserved |= unserved
 
 
 Candidates = Literal["texts", "letters"]
@@ -311,6 +323,15 @@ class ModelArm:
         self._loaded = self._scorer = None
         self._routes = Routes("base")  # a router holds the model too
 
+    def gather(self) -> None:
+        """Count the prompts of other processes of the group too."""
+        self._routes.gather()
+        self._tell()
+
+    def _tell(self) -> None:
+        self.notes = [*self._first_notes, *self._routes.notes()]
+        self.details |= self._routes.details()
+
     @contextmanager
     def _in_use(self) -> Iterator[tuple[Loaded, PairScorer]]:
         if self._loaded is None or self._scorer is None:
@@ -319,8 +340,7 @@ class ModelArm:
             yield self._loaded, self._scorer
         finally:
             self._loaded.select(base())
-            self.notes = [*self._first_notes, *self._routes.notes()]
-            self.details |= self._routes.details()
+            self._tell()
 
     def score(
         self,

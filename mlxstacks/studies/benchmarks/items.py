@@ -160,7 +160,7 @@ def _open(task: Task, data: str | None) -> tuple[str, OpenSource]:
         except InputError as error:
             missing.append(error)
     if not missing:
-        raise InputError(f"{task.name}: no data; give a file in MMLU-Pro's form")
+        raise InputError(f"{task.title}: no data; give a file in MMLU-Pro's form, with --data")
     message = f"{task.title}: " + "\n  ".join(map(str, missing))
     if all(isinstance(error, NotCachedError) for error in missing):
         raise NotCachedError(message, task.sources[0].dataset)

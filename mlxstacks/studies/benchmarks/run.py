@@ -23,6 +23,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.processes import dealing
 from mlxstacks.studies.benchmarks import harness
 from mlxstacks.studies.benchmarks.analysis import (
     Given,
@@ -144,6 +145,7 @@ def _timed(
 class _Evaluation(Study):
     artifacts = (*_ANSWERS, RECIPE)
     provenance = tuple(f"{name}/**/*.json*" for name in _ANSWERS)
+    is_dealt = True
     settings: EvalSettings
 
     def __init__(self, settings: EvalSettings, progress: Progress | None, dry_run: bool) -> None:
@@ -287,6 +289,8 @@ class _Evaluation(Study):
             )  # fmt: skip
             sealed = {"plan_sha256": self.plan_sha256, **results}
             write_sealed(_path(work, "harness", arm.name), sealed)
+        if dealing() is not None:
+            arm.gather()
         notes = list(arm.notes)
         if before:
             notes.append(

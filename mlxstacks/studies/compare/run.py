@@ -43,6 +43,7 @@ from mlxstacks.studies.compare.report import blocks, budget_table
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings, at_rate
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.study.child_process import Message, as_child, run_cell
+from mlxstacks.study.document import Cell, Table
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
@@ -80,6 +81,7 @@ def run(
 
 class _Comparison(Study):
     artifacts, provenance, plot_formats = (CELLS, RATES), (f"{CELLS}/*.json", RATES), FORMATS
+    is_dealt = True
     settings: CompareSettings
 
     def __init__(self, settings: CompareSettings, progress: Progress | None) -> None:
@@ -117,8 +119,27 @@ class _Comparison(Study):
             notes=(*notes, searched) if self.search else tuple(notes),
             settings=settings.model_dump(mode="json", exclude=PLACES),
             plan=self._plan({name: plan.data for name, plan in planned.items()}),
-            data={"budgets": self.budgets}, blocks=(budget_table(settings, self.budgets),),
+            data={"budgets": self.budgets},
+            blocks=(self._plan_table(), budget_table(settings, self.budgets)),
         )  # fmt: skip
+
+    def _plan_table(self) -> Table:
+        settings = self.settings
+        facts: dict[str, Cell] = {
+            "arms, the control first": ", ".join(arm.name for arm in self.arms),
+            "seeds": ", ".join(map(str, settings.seeds)),
+            "trainings that are judged": len(self.cells),
+            "primary measure": settings.primary,
+            "margin, nats per token": settings.margin,
+            "confidence of intervals": settings.confidence,
+        }
+        if self.search:
+            facts |= {
+                "learning rates to search": ", ".join(f"{rate:g}" for rate in settings.rates),
+                "seeds of the search": ", ".join(map(str, settings.search_seeds)),
+                "trainings of the search": len(self.search),
+            }
+        return Table.of_facts("plan", "What is compared", facts)
 
     def _plan(self, planned: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """All that is decided beforehand: the settings but for where files lie, each arm's whole
@@ -147,17 +168,23 @@ class _Comparison(Study):
         paths = {"model": self.settings.model, "data": self.settings.data}
         return self.settings.settings_of(arm, **paths, **given)
 
-    def steps(self, work: Path) -> Iterator[Step]:
+    def steps(self, work: Path) -> Iterator[Step | list[Step]]:
         self.directory.mkdir(exist_ok=True)
         if self.search:
             # Once it has chosen, nothing is run again that it was chosen by.
-            for place, (arm, seed) in enumerate(() if (work / RATES).exists() else self.search):
-                yield Step(_cell_name(arm, seed), partial(self._search_cell, arm, seed, place))
+            yield [
+                Step(_cell_name(arm, seed), partial(self._search_cell, arm, seed, place))
+                for place, (arm, seed) in enumerate(self.search)
+                if not (work / RATES).exists()
+            ]
             yield Step("rates", self._choose_rates, (RATES,))
             chosen = read_object((work / RATES).read_bytes())
-        for place, (arm, seed) in enumerate(self.cells, len(self.search)):
-            arm = at_rate(arm, chosen[arm.name]["rate"]) if self.search else arm
-            yield Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
+            rates = {name: rate["rate"] for name, rate in chosen.items()}
+            self.cells = [(at_rate(arm, rates[arm.name]), seed) for arm, seed in self.cells]
+        yield [
+            Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
+            for place, (arm, seed) in enumerate(self.cells, len(self.search))
+        ]
 
     def conclude(self, work: Path) -> Result:
         return concluded(self.settings, self.budgets, work)

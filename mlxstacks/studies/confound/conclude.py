@@ -112,13 +112,9 @@ def conclude_again(result: Result, directory: Path) -> Result:
         return read_answers(AnswerLog(path, {**fixed_by, "of": of, "arm": name}))
 
     suite = suite_of(result.data["suite"], "the suite in the result") if settings.has_suite else ()
-    sizes = {"suite": len(suite)}
     answers = {
         part: {
-            name: read(part, name, {"plan_sha256": plan.sha256})[
-                : settings.limit or sizes.get(part, plan.n)
-            ]
-            for name in arms
+            name: read(part, name, {"plan_sha256": plan.sha256})[: settings.limit] for name in arms
         }
         for part, arms in parts_of(settings).items()
     }

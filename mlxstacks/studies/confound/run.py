@@ -151,6 +151,7 @@ def _not_limited(settings: ConfoundSettings) -> tuple[str, ...]:
 
 class _Confound(Study):
     provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}*/*.jsonl")
+    is_dealt = True
     settings: ConfoundSettings
 
     def __init__(
@@ -493,8 +494,7 @@ class _Confound(Study):
                 continue
             header = {"plan_sha256": self.plan.sha256, "of": part, "arm": name}
             file = AnswerFile(self.work / ANSWERS / f"{part}_{name}.jsonl", header, items)
-            whole = len(items) if part == "suite" else len(self.mined.test)
-            files[part] = file, min(self.settings.limit or whole, len(items))
+            files[part] = file, min(self.settings.limit or len(items), len(items))
         return files
 
     # --- the conclusion ---------------------------------------------------------------------------
@@ -517,7 +517,7 @@ class _Confound(Study):
         notes = [
             *(answer_notes(findings.arms) if settings.scoring == "generate" else []),
             *self.mined.notes, *length_notes(self.mined.train, self.lengths, settings),
-            *fuse_notes(fuses_in(settings, work)),
+            *fuse_notes(fuses_in(settings, work), settings.target_correlation),
         ]  # fmt: skip
         return result.model_copy(update={"notes": tuple(notes)})
 

@@ -487,10 +487,24 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
     return f"{rates}: one-sided (p = {test.p_value:.2g}), so selection or a harness that changed."
 
 
-def fuse_notes(fuses: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Where the control of refit had nothing to change, as after an earlier refit at zero delta:
-    refit reaches a fixed point, and a floor is measured only short of it.
+def fuse_notes(fuses: Mapping[str, Mapping[str, Any]], target_correlation: float) -> list[str]:
+    """Ways that were to keep A1's delta and do not. And where the control of refit had nothing to
+    change, as after an earlier refit at zero delta: refit reaches a fixed point, and a floor is
+    measured only short of it.
     """
+    missed = []
+    for way in fuses.keys() & {"promote", "auto"}:
+        correlation = (fuses[way]["a1"]["total"] or {}).get("correlation")
+        if correlation is not None and correlation < target_correlation:
+            missed.append(
+                f"Fused by {way}, A1 misses the target correlation of {target_correlation:g}: it "
+                f"has {correlation:.3f}, even at 8 bits. That arm does not keep what was trained; "
+                "the unfused one does."
+            )
+    return [*sorted(missed), *_fixed_points(fuses)]
+
+
+def _fixed_points(fuses: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if "refit" not in fuses:
         return []
     a0 = fuses["refit"]["a0"]

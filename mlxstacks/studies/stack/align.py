@@ -243,11 +243,12 @@ class ActiveStack:
         except ValueError as error:
             raise InputError(f"{error}\nThe store is as it was") from error
         self._serve(self.parts)
-        modes = [*dict.fromkeys(["prefix", *manifest.matrix])]
-        last = row = self._losses(self.served, modes, say)
+        modes, plan = [*dict.fromkeys(["prefix", *manifest.matrix])], self.plan()
+        is_matrix = self.company == self.served or plan["marked"]
+        last = row = self._losses(self.served, modes if is_matrix else ["prefix"], say)
         if self.company != self.served:
             row = self._losses(self.company, modes, say)
-        plan, loss = self.plan(), row["prefix"][name]
+        loss = row["prefix"][name]
         earlier = {d: loss for d, loss in self.before.items() if d in plan["unchanged"]}
         check_prefix(earlier, last["prefix"])
         if most_rise is not None and loss - self.loss_before > most_rise:

@@ -23,6 +23,7 @@ from mlxstacks.files.store_commands import company_notes, router_notes
 from mlxstacks.files.store_files import LOG, METRICS
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode, stacked_layers
+from mlxstacks.processes import current_group, gathered, size_and_rank, wait_for_all
 from mlxstacks.studies.stack.checkpoint import (
     Retrained,
     RoundCheckpoints,
@@ -64,7 +65,6 @@ from mlxstacks.training.continual import (
 from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.metrics import Metrics, check_logger, write_csv
 from mlxstacks.training.settings import SnapshotSettings, StackRunSettings
-from mlxstacks.training.step import current_group, gathered, size_and_rank, wait_for_all
 
 Progress = Callable[..., None]
 

@@ -34,6 +34,7 @@ from mlxstacks.studies.sweep.cells import (
     Cell,
     CellResult,
     cells_of,
+    read_result,
     read_results,
     train_settings,
     write_result,
@@ -109,6 +110,7 @@ def run(
 
 class _Sweep(Study):
     artifacts, provenance, plot_formats = (CELLS,), (f"{CELLS}/*.json",), FORMATS
+    is_dealt = True
     settings: SweepSettings
 
     def __init__(
@@ -207,24 +209,30 @@ class _Sweep(Study):
             "least_seconds": round(_PASSES * plan.tokens * plan.active_weights / speed, 1),
         }
 
-    def steps(self, work: Path) -> Iterator[Step]:
+    def steps(self, work: Path) -> Iterator[Step | list[Step]]:
         yield Step(CELLS, self._adopt_from_target)
-        kept = self._checked(read_results(self.directory))
-        for place, cell in enumerate(self.cells):
-            result = kept.get(cell)
-            if result is None or not self._is_final(result):
-                yield Step(cell.name, partial(self._run_cell, cell, place, result))
-        for cell in self.cells:
-            path = self.directory / cell.name
-            # the state of a run that has ended is three times its adapter
-            (path / STATE).unlink(missing_ok=True)
-            unfinished = path.with_name(f"{cell.name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if work_path(path).is_dir():
-                _link_tree(work_path(path), unfinished)
+        self._checked(read_results(self.directory))
+        yield [
+            Step(cell.name, partial(self._end_cell, cell, place))
+            for place, cell in enumerate(self.cells)
+        ]
+
+    def _end_cell(self, cell: Cell, place: int, work: Path) -> None:
+        """Run a cell that has no final result, and leave its files as the target keeps them."""
+        path = self.directory / cell.name
+        is_there = path.with_name(f"{cell.name}.json").exists()
+        result = read_result(path.with_name(f"{cell.name}.json")) if is_there else None
+        if result is None or not self._is_final(result):
+            self._run_cell(cell, place, result)
+        # the state of a run that has ended is three times its adapter
+        (path / STATE).unlink(missing_ok=True)
+        unfinished = path.with_name(f"{cell.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if work_path(path).is_dir():
+            _link_tree(work_path(path), unfinished)
 
     def conclude(self, work: Path) -> Result:
-        results = read_results(work / CELLS)
+        results = self._checked(read_results(work / CELLS))
         return concluded(self.settings, [results[cell] for cell in self.cells])
 
     # --- what earlier runs left -------------------------------------------------------------------
@@ -298,7 +306,7 @@ class _Sweep(Study):
             ))  # fmt: skip
         return self.guards[key]
 
-    def _run_cell(self, cell: Cell, place: int, before: CellResult | None, work: Path) -> None:
+    def _run_cell(self, cell: Cell, place: int, before: CellResult | None) -> None:
         if before is not None and before.status == "trained":
             # a policy is missing, or the files are
             write_result(self.directory, self._train(self.plans[cell], before, place))

@@ -57,8 +57,7 @@ def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
     if len(refused) == len(results):
         failed_gate = f"every cell was refused by the guard: {refused[0].reason}"
     findings = dict.fromkeys(d["finding"] for d in compared if d["what"] == "last_validation_loss")
-    words = {"not shown": "undecided"}
-    outcome = f"effect of rank on loss: {', '.join(words.get(f, f) for f in findings)}"
+    outcome = f"loss by rank, 95% interval: {', '.join(findings)}"
     cells = [result.as_json() for result in results]
     return Result(
         **ABOUT, status="done", verdict=verdict(settings, rows, compared), failed_gate=failed_gate,
@@ -150,8 +149,8 @@ def _mean_of(row: Figures, name: str) -> float | None:
 
 def differences(settings: SweepSettings, results: Sequence[CellResult]) -> list[dict[str, Any]]:
     """Loss, size of the delta and survival of the highest trained rank less the lowest, at each
-    point, paired by seed. finding: shown, not shown (the interval holds 0), or not judged (one
-    seed: no interval).
+    point, paired by seed. finding: what the 95% interval says of zero, or that there is
+    one seed, and no interval.
     """
     measures = {name: MEASURES[name] for name in ("last_validation_loss", "delta_over_step")}
     measures |= {f"survival {policy}": _fused(policy, "survival") for policy in settings.policies}
@@ -171,11 +170,11 @@ def differences(settings: SweepSettings, results: Sequence[CellResult]) -> list[
             if not gains:
                 continue
             difference = mean_interval(gains)
-            judged = "shown" if difference.excludes(0.0) else "not shown"
+            finding = "excludes 0" if difference.excludes(0.0) else "holds 0"
             compared.append({
                 "what": what, **_point_json(point), "low_rank": ranks[0], "high_rank": ranks[-1],
                 "difference": difference.as_json(),
-                "finding": "not judged" if difference.low is None else judged,
+                "finding": "one seed" if difference.low is None else finding,
             })  # fmt: skip
     return compared
 
@@ -208,7 +207,7 @@ def _blocks(
     several = len(set(map(_point_name, rows))) > 1
     labels = [f"rank {row['rank']}{f', {_point_name(row)}' if several else ''}" for row in rows]
     by_label = dict(zip(labels, rows, strict=True))
-    yield from _tables(settings, by_label, compared, several)
+    yield from _tables(settings, rows, compared, several)
     if any(_mean_of(row, "peak_bytes") is not None for row in rows):
         yield from _plots(settings, by_label, cells, several)
     columns: Columns = {"cell": "text", "status": "text", "why": "text"}
@@ -217,57 +216,60 @@ def _blocks(
 
 
 def _tables(
-    settings: SweepSettings, rows: Mapping[str, Figures], compared: Sequence[Figures], several: bool
+    settings: SweepSettings, rows: Sequence[Figures], compared: Sequence[Figures], several: bool
 ) -> Iterator[Table]:
-    """rows: by their label."""
+    place: Columns = {"rank": "count", **({"at": "text"} if several else {})}
+    places = [(row["rank"], *([_point_name(row)] if several else [])) for row in rows]
+    ends = ", with 95% intervals" if len(settings.seeds) > 1 else ""
     columns: Columns = {
-        "rank": "text", "cells": "text", "before": ("number", 3), "after": ("number", 3),
+        **place, "cells": "text", "before": ("number", 3), "after": ("number", 3),
         "best": ("number", 3), "delta/step": ("number", 3), "seconds": "number", "peak": "bytes",
         "buffers": "count", "counted": "count",
     }  # fmt: skip
     keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "counted_buffers"]
-    if all(_mean_of(row, keys[-1]) is None for row in rows.values()):
+    if all(_mean_of(row, keys[-1]) is None for row in rows):
         columns, keys = dict(list(columns.items())[:-1]), keys[:-1]
     yield Table.of(
         "runs", "Runs, means over seeds", columns,
         [
-            (label, ", ".join(f"{count} {status}" for status, count in row["cells"].items()),
+            (*at, ", ".join(f"{count} {status}" for status, count in row["cells"].items()),
              _mean_of(row, "first_validation_loss"),
              cell_of(row["means"]["last_validation_loss"]),
              cell_of(row["means"]["best_validation_loss"]), *(_mean_of(row, k) for k in keys))
-            for label, row in rows.items()
+            for at, row in zip(places, rows, strict=True)
         ],
-        caption="Before, after, best: validation loss, nats per token, with 95% intervals. "
+        caption=f"Before, after, best: validation loss, nats per token{ends}. "
         "delta/step: size of the delta in quantization steps. Buffers: predicted by the guard.",
     )  # fmt: skip
     columns = {
-        "rank": "text", "policy": "text", "correlation": ("number", 3), "survival": "share",
+        **place, "policy": "text", "correlation": ("number", 3), "survival": "share",
         "more bytes": "bytes",
     }  # fmt: skip
     fused = [
-        (label, policy, cell_of(row["correlation"][policy]), cell_of(row["survival"][policy]),
+        (*at, policy, cell_of(row["correlation"][policy]), cell_of(row["survival"][policy]),
          row["extra_bytes"][policy])
-        for label, row in rows.items()
+        for at, row in zip(places, rows, strict=True)
         for policy in settings.policies
         if row["survival"][policy] is not None
     ]  # fmt: skip
     if fused:
-        kept = [interval for row in rows.values() for interval in row["correlation"].values()]
+        kept = [interval for row in rows for interval in row["correlation"].values()]
         seeds = max((interval["n"] for interval in kept if interval), default=0)
         yield Table.of(
             "fused", "Correlation and survival of a fuse", columns, fused,
-            caption=f"Means over {seeds} seed{'s' if seeds != 1 else ''}, 95% intervals. "
+            caption=f"Means over {seeds} seed{'s, 95% intervals' if seeds != 1 else ''}. "
             "Correlation of a fuse with the trained change; survival: <F,D>/<D,D>.",
         )  # fmt: skip
     columns = {
         "measure": "text", **({"at": "text"} if several else {}), "low rank": "count",
-        "high rank": "count", "difference (95%)": ("change", 4), "effect": "text",
+        "high rank": "count", "difference (95%)": ("change", 4), "95% interval": "text",
     }  # fmt: skip
     if compared:
         yield Table.of(
             "differences", "Highest rank - lowest rank, paired by seed", columns,
             [(_in_words(d["what"]), *([_point_name(d)] if several else []), d["low_rank"],
               d["high_rank"], cell_of(d["difference"]), d["finding"]) for d in compared],
+            caption="Each interval stands for itself: none is widened for the others beside it.",
         )  # fmt: skip
 
 
@@ -443,8 +445,8 @@ def _loss_sentence(rows: Sequence[Figures], loss: Figures) -> str:
     if difference["low"] is None:
         return f"{text}, one seed, so nothing follows from it."
     interval = f"({difference['low']:+.3f} to {difference['high']:+.3f}, {difference['n']} seeds)"
-    if loss["finding"] == "shown":
-        return f"{text} {interval}: rank matters here."
+    if loss["finding"] == "excludes 0":
+        return f"{text} {interval}, which excludes 0."
     room = max(-difference["low"], difference["high"])
     return f"{text} {interval}: undecided, so few seeds leave room for a difference of {room:.3f}."
 

@@ -6,6 +6,7 @@ weights, whose log-probabilities are computed once, before the first step, and k
 directory: there is no second copy of the model.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from mlxstacks.base_model import load_arrays, save_arrays
 from mlxstacks.data import EncodedPairs
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors
-from mlxstacks.stats import share
+from mlxstacks.processes import size_and_rank
+from mlxstacks.stats import mean_interval, share
 from mlxstacks.studies.train.grpo import GrpoRun
 from mlxstacks.studies.train.report import TrainReport, plan_table, result_of
 from mlxstacks.studies.train.run import train_with
 from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table, with_store
 from mlxstacks.studies.train.setup import StackOfStore
-from mlxstacks.study.document import Block, Columns, Plot, Series, Table
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, run_id, work_path
 from mlxstacks.training.batches import choose_widths
@@ -74,6 +76,8 @@ def align_result(report: TrainReport) -> Result:
         best = record if record["step"] == report.best_step else best
     (before, _, _), (after, low, high) = (share(int(r["likelier"]), n) for r in (first, best))
     margin = "" if best["margin"] is None else f"; reward margin {best['margin']:+.3f}"
+    if best["margin_low"] is not None:
+        margin += f" ({best['margin_low']:+.3f} to {best['margin_high']:+.3f})"
     gained = best["step"] > 0
     verdict = (
         f"Of {n} held-out pairs, the chosen answer is likelier per token in {after:.1%} "
@@ -92,15 +96,16 @@ def align_result(report: TrainReport) -> Result:
     }  # fmt: skip
     rows = [
         (
-            r["step"], plain(r["validation_loss"]), share(int(r["likelier"]), n), r["margin"],
+            r["step"], plain(r["validation_loss"]), share(int(r["likelier"]), n),
+            cell_of({"mean": r["margin"], "low": r["margin_low"], "high": r["margin_high"]}),
             r["chosen_nll"], "written" if r["step"] == best["step"] else "",
         )
         for r in report.validation
     ]  # fmt: skip
     caption = (
         "loss: the method's. chosen likelier: pairs whose chosen answer has the higher mean "
-        "log-probability per token, with 95% intervals. reward margin: by how much more than at "
-        "the start, times beta. loss of chosen: nats per token."
+        "log-probability per token. reward margin: by how much more than at the start, times beta. "
+        "Both with 95% intervals over pairs. loss of chosen: nats per token."
     )
     blocks: list[Block] = [
         _margin_plot(report.validation),
@@ -139,6 +144,15 @@ class AlignRun(SafeguardedRun):
     result_of = staticmethod(align_result)
     watched = "chosen_nll", "chosen"
 
+    def run(self) -> tuple[TrainReport, Result]:
+        size, _ = size_and_rank(self.group)
+        if self.settings.grad_accumulation_steps % size:
+            raise InputError(
+                f"{size} processes share the batches of a step, so grad_accumulation_steps has to "
+                f"be a multiple of {size}; it is {self.settings.grad_accumulation_steps}"
+            )
+        return super().run()
+
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         settings, setup = self.options, self.setup
         assert setup.pairs is not None
@@ -146,7 +160,7 @@ class AlignRun(SafeguardedRun):
         self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.strength)
         self.reference = self._reference() if settings.method == "dpo" else None
         return super()._hooks(state) | {
-            "gradients": PairGradients(self.model, self.loss, self.head)
+            "gradients": PairGradients(self.model, self.loss, self.head, self.group)
         }
 
     def _batch(self, rows: list[int], width: int) -> PairBatch:
@@ -158,22 +172,27 @@ class AlignRun(SafeguardedRun):
     def _validation_loss(self, model: Any) -> float:
         self._say("validating")
         reference = None if self.reference is None else self.reference["validation"]
-        loss = margin = nll = tokens = 0.0
-        likelier = 0
+        loss = nll = tokens = 0.0
+        likelier, margins = 0, list[float]()
         for batch, scores in self._scored(self.held, reference):
             of_batch = reference_of(batch)
             loss += mx.sum(self.loss(scores, of_batch)).item()
             if of_batch is not None:
-                margin += mx.sum(rewards(scores, of_batch, self.options.strength)).item()
+                margins += rewards(scores, of_batch, self.options.strength).tolist()
             good = scores.chosen / scores.chosen_tokens
             likelier += int(mx.sum(good > scores.rejected / scores.rejected_tokens).item())
             nll -= mx.sum(scores.chosen).item()
             tokens += mx.sum(scores.chosen_tokens).item()
         n = len(self.held.chosen)
         measured: dict[str, Any] = {
-            "margin": None if self.reference is None else margin / n, "likelier": likelier,
+            "margin": None, "margin_low": None, "margin_high": None, "likelier": likelier,
             "chosen_nll": nll / tokens,
         }  # fmt: skip
+        if margins and math.isfinite(sum(margins)):
+            margin = mean_interval(margins)
+            measured |= {
+                "margin": margin.mean, "margin_low": margin.low, "margin_high": margin.high
+            }  # fmt: skip
         return self._validated(measured, loss / n)
 
     # --- the reference ----------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def _reward_plot(report: TrainReport) -> Plot:
 class GrpoRun(SafeguardedRun):
     """A training on rewards."""
 
+    in_one_process = True
     result_of = staticmethod(grpo_result)
     watched = "reference_loss", "reference"
 

@@ -30,6 +30,7 @@ from mlxstacks.guard.counting import counter
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.merge_ready import as_stored
 from mlxstacks.layers.output_head import find_output_head
+from mlxstacks.processes import current_group, gathered, size_and_rank, wait_for_all
 from mlxstacks.studies.train.report import TrainReport, other_versions, planned, result_of, versions
 from mlxstacks.studies.train.setup import (
     GuardedRun,
@@ -70,13 +71,7 @@ from mlxstacks.training.loop import (
 from mlxstacks.training.metrics import Metrics, check_logger, write_csv
 from mlxstacks.training.modes import evaluating, set_training_modes
 from mlxstacks.training.settings import SnapshotSettings, TrainSettings
-from mlxstacks.training.step import (
-    cross_entropy_loss,
-    current_group,
-    gathered,
-    size_and_rank,
-    wait_for_all,
-)
+from mlxstacks.training.step import cross_entropy_loss
 
 ADAPTER = "adapter"
 
@@ -216,7 +211,9 @@ class TrainRun:
 
     def run(self) -> tuple[TrainReport, Result]:
         if self.in_one_process and self.group is not None:
-            raise InputError(f"{self.command} runs in one process; start it without mlx.launch")
+            raise InputError(
+                f"{self.command}, as it is set, runs in one process; start it without mlx.launch"
+            )
         if self.is_main:
             resume = self.settings.resume
             self.work = RunDirectory(self.target, self.identity, resume=resume)

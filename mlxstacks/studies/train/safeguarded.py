@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from mlxstacks.command_line import command_line
+from mlxstacks.processes import gathered
 from mlxstacks.studies.train.report import TrainReport
 from mlxstacks.studies.train.run import TrainRun
 from mlxstacks.study.document import Columns, Table, counted
@@ -66,14 +67,13 @@ def with_store(result: Result, report: TrainReport) -> Result:
 
 
 class SafeguardedRun(TrainRun):
-    """A training in one process, which ends where it damages the model.
+    """A training that ends where it damages the model.
 
     watched: the loss among a validation's figures that may not rise far, and of which answers; nor
     may that of a stack's domain.
     """
 
     command = "align"
-    in_one_process = True
     watched: ClassVar[tuple[str, str]]
     measured: Record
     stored: dict[str, Any] | None = None
@@ -98,10 +98,13 @@ class SafeguardedRun(TrainRun):
         """Keep the figures of a validation; its loss, or infinity where a watched one rose too
         far: such weights must not be the best ones.
         """
-        if self.setup.active is not None:
-            measured["domain_loss"] = self.setup.active.loss()
-        self.measured = measured
-        self.start_losses = self.start_losses or measured
+        if (active := self.setup.active) is not None:
+            is_start = self.start_losses is None
+            measured["domain_loss"] = active.loss_before if is_start else active.loss()
+        # The first process's: hosts may round differently, and all have to stop together.
+        figures: list[Any] = [measured, loss]
+        self.measured, loss = gathered(figures, self.group)[0]
+        self.start_losses = self.start_losses or self.measured
         return math.inf if self._risen() else loss
 
     def _risen(self) -> tuple[str, str] | None:
@@ -130,7 +133,7 @@ class SafeguardedRun(TrainRun):
 
     def _ended(self, state: TrainingState) -> None:
         active = self.setup.active
-        if active is None or state.best is None or state.best.step == 0:
+        if active is None or state.best is None or state.best.step == 0 or not self.is_main:
             return
         # a manifest names no directory
         rewards = [r if "=" in r else Path(r).name for r in self.options.reward]

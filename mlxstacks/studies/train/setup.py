@@ -127,6 +127,8 @@ class TrainSetup:
 class StackOfStore(Protocol):
     """What `align` may train in place of a LoRA; see `studies.stack.align`."""
 
+    loss_before: float
+
     def attach(
         self, model: nn.Module, tokenizer: Any, base: Path, in_float32: bool, notes: list[str]
     ) -> list[Target]: ...

@@ -83,8 +83,11 @@ def write_figures(
                     figure.savefig(directory / f"{name}.{suffix}", **options)
                     names.append(f"{name}.{suffix}")
     except ImportError:
-        return [], ["No plots: matplotlib is not installed; pip install 'mlxstacks[plots]'."]
+        return [], [f"No plots: {WITHOUT}."]
     return names, []
+
+
+WITHOUT = "matplotlib is not installed; pip install 'mlxstacks[plots]'"
 
 
 def svg_of(plot: Plot) -> str:

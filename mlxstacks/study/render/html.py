@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from mlxstacks.errors import InputError
 from mlxstacks.study.document import Cell, Column, Document, Plot, Table, Text
-from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, png_of, svg_of
+from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, WITHOUT, png_of, svg_of
 from mlxstacks.study.render.words import (
     LONGEST,
     NO_VALUE,
@@ -220,10 +220,11 @@ def result_html(result: Document) -> str:
             if size > _MOST_PLOT_BYTES:
                 break
             pictures.append(drawn)
+        note = ".plot(id) draws each."
     except ImportError:
-        plots = []
+        note = f"{WITHOUT}."
     if left := [plot.id for plot in plots[len(pictures) :]]:
-        note = f"Not drawn here: {listed(left)}; .plot(id) draws each."
+        note = f"Not drawn here: {listed(left)}; {note}"
         result = result.model_copy(update={"notes": (*result.notes, note)})
     template: Any = _environment().get_template("page.html.j2").module
     section = template.section(Section(slug, result.directory or result.kind, result, pictures))

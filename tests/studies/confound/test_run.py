@@ -62,7 +62,8 @@ OWN_KEYS = {"train", "force", "resume"}
 @pytest.fixture(scope="module")
 def done(places: Places) -> Done:
     target = places[0].parent / "done"
-    settings = settings_for(places, target, plots=True).model_dump(mode="json", exclude=OWN_KEYS)
+    given = settings_for(places, target, plots=True, right_items=10)
+    settings = given.model_dump(mode="json", exclude=OWN_KEYS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mlxstacks.studies.confound.run.FORMATS", ("svg",))
         return typed_run(target, command="confound", train=TRAIN, **settings)
@@ -80,6 +81,11 @@ def test_every_arm_answers_every_test_item_and_says_by_which_rule(
         assert [one["item_id"] for one in answers] == split["test"]
         assert {one["rule"] for one in answers} <= {"likelihood", "tie"}
         assert all(len(one["scores"]) == 3 for one in answers)
+    assert len(split["right"]) == 10 > len(split["test"])
+    for arm in report.data["arms_on_right_items"]:
+        answers = rows_of(target / "answers" / f"right_{arm}.jsonl")[1:]
+        assert [one["item_id"] for one in answers] == split["right"]
+    assert {arm["n"] for arm in report.data["arms_on_right_items"].values()} == {10}
     assert set(split["train"]).isdisjoint(split["test"])
     assert not list(target.rglob("model.safetensors"))
 
@@ -424,8 +430,8 @@ def test_a_refit_that_added_nothing_leaves_a_later_one_without_a_floor(
     assert codes["persona"]["a0_and_unfused"] > 0.01
     assert codes["nothing"]["a0_and_unfused"] == 0
     assert codes["nothing"]["a1_and_a0"] > 0.01
-    assert fuse_notes({"refit": figures["persona"]}) == []
-    [note] = fuse_notes({"refit": figures["nothing"]})
+    assert fuse_notes({"refit": figures["persona"]}, 0.98) == []
+    [note] = fuse_notes({"refit": figures["nothing"]}, 0.98)
     assert "Its floor is 0 by construction" in note
     modules = dict.fromkeys(figures["nothing"]["a1"]["bits"], 4)
     assert codes_that_differ(model, model, modules) == 0

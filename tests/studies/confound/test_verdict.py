@@ -445,12 +445,13 @@ def test_a_fixed_point_is_told_from_plain_weights() -> None:
         by_module = {p: {"artifact": a} for p, a in zip(paths, artifacts, strict=True)}
         return {"refit": {"a0": {"by_module": by_module, "bits": dict.fromkeys(paths, bits)}}}
 
-    [note] = fuse_notes(figures([0.0, 0.0], 3))
+    [note] = fuse_notes(figures([0.0, 0.0], 3), 0.98)
     assert "at the fixed point of refit" in note
     assert "floor is 0 by construction" in note
-    [part] = fuse_notes(figures([0.0, 0.04, 0.03], 3))
+    [part] = fuse_notes(figures([0.0, 0.04, 0.03], 3), 0.98)
     assert part.startswith("A0 by refit changed 2 of 3 modules")
-    assert fuse_notes(figures([0.02, 0.04], 3)) == fuse_notes(figures([0.0], None)) == []
+    assert fuse_notes(figures([0.02, 0.04], 3), 0.98) == []
+    assert fuse_notes(figures([0.0], None), 0.98) == []
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -490,3 +491,12 @@ def test_subjects_add_up_and_guessing_is_by_options() -> None:
     arm = found.arms["a1_refit"]
     assert arm.boxed_rate == 1.0
     assert sum(arm.picks.values()) == pytest.approx(1.0)
+
+
+def test_a_promotion_that_does_not_keep_the_delta_is_said() -> None:
+    fuses = {way: {"a1": {"total": {"correlation": 0.06}}} for way in ("promote", "keep")}
+    (note,) = fuse_notes(fuses, 0.98)
+    assert note.startswith(
+        "Fused by promote, A1 misses the target correlation of 0.98: it has 0.060"
+    )
+    assert fuse_notes({"promote": {"a1": {"total": {"correlation": 0.99}}}}, 0.98) == []

@@ -3,6 +3,7 @@
 Run: pytest tests/studies/stack/test_align.py
 """
 
+import json
 import random
 import shutil
 import signal
@@ -27,6 +28,7 @@ from mlxstacks.studies.train import run as train_run
 from mlxstacks.study.result import Result
 from mlxstacks.training.continual import DriftError
 from mlxstacks.training.settings import AlignSettings
+from tests.groups import in_group, needs_group
 from tests.studies.stack_cases import TWO, domain_of, hashes, log_of, train_store
 from tests.studies.train.test_align import pairs
 from tests.studies.train.test_kill import wait_for_start, write_own_reward
@@ -93,6 +95,20 @@ def test_the_last_stack_is_replaced_and_undo_takes_it_back(own: Own, whole: Stor
     assert "adapters.safetensors" not in [p.name for p in Path(own().save_path or "").iterdir()]
     assert undo_change(StacksUndoSettings(store_path=str(store.path))).domain == "beta"
     assert hashes(store.path)["manifest.json"] == before["manifest.json"]
+
+
+@needs_group
+def test_two_processes_replace_it_by_what_one_does(own: Own, whole: Store, tmp_path: Path) -> None:
+    changes = {"grad_accumulation_steps": 2, "iters": 4}
+    align.run(own(**changes))
+    stacks = hashes(store_of(own()).path / "stacks")
+    shutil.rmtree(store_of(own()).path)
+    shutil.copytree(whole.path, tmp_path / "store")
+    settings = own(**changes, save_path=str(tmp_path / "two"))
+    text = json.dumps(settings.model_dump(mode="json", exclude_unset=True) | {"method": "dpo"})
+    codes = in_group(tmp_path, text, module="tests.training.test_group")
+    assert codes == [0, 0], (tmp_path / "0").read_text() + (tmp_path / "1").read_text()
+    assert hashes(store_of(own()).path / "stacks") == stacks
 
 
 def test_later_domains_are_marked(own: Own, whole: Store) -> None:

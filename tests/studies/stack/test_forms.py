@@ -18,6 +18,7 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import run as stack_run
+from tests.groups import in_group, needs_group
 from tests.studies.stack_cases import (
     TWO,
     domain_of,
@@ -30,7 +31,6 @@ from tests.studies.stack_cases import (
 )
 from tests.studies.train_cases import write_rows
 from tests.tiny_models import write_llama
-from tests.training.test_group import needs_sockets
 from tests.warm import WarmSubprocess
 from tools.nano import workers
 
@@ -164,14 +164,26 @@ def test_the_command_line_trains_goes_on_and_says_so(
 # --- processes ------------------------------------------------------------------------------------
 
 
-@needs_sockets
+@needs_group
+def test_two_processes_that_share_whole_batches_train_the_bytes_of_one(tmp_path: Path) -> None:
+    """With noise of the routers and their balance."""
+    places = write_places(tmp_path)
+    changes = {**SHORT, "keys": ("q_proj",), "grad_accumulation_steps": 2, "iters": 4}
+    one = train_store(places, tmp_path / "one", **changes)
+    settings = settings_for(*places, tmp_path / "two", **changes)
+    codes = in_group(tmp_path, settings.model_dump_json(), module="tests.studies.stack_cases")
+    assert codes == [0, 0], (tmp_path / "0").read_text()
+    assert hashes(tmp_path / "two" / "stacks") == hashes(one.path / "stacks")
+
+
+@needs_group
 def test_two_joined_processes_train_the_stacks_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without noise and balance loss, which each process has of its own rows: losses to 2e-5 (met:
     9e-7), numbers to one step of bfloat16.
 
-    Joined as `mlx.launch` joins them, which tests/training/test_group.py calls.
+    Joined as `mlx.launch` joins them, as tests/groups.py does.
     """
     model, data = write_places(tmp_path)
     write_rows(data / "alpha.jsonl", domain_rows("alpha", 23))

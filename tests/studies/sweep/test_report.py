@@ -57,23 +57,23 @@ def test_a_paired_difference_is_shown_where_seeds_agree() -> None:
     report = made_up({(r, s): 1.0 + 0.3 * s - 0.05 * (r == 8) for r in (2, 8) for s in range(4)})
     found = loss_difference(report)
     assert found["difference"]["mean"] == pytest.approx(-0.05)
-    assert (found["difference"]["n"], found["finding"]) == (4, "shown")
-    assert "rank matters here" in report.verdict
+    assert (found["difference"]["n"], found["finding"]) == (4, "excludes 0")
+    assert "which excludes 0" in report.verdict
 
 
 def test_a_null_is_a_result() -> None:
     report = made_up(
         {(2, 0): 1.0, (8, 0): 1.1, (2, 1): 1.0, (8, 1): 0.9, (2, 2): 1.0, (8, 2): 1.01}
     )
-    assert loss_difference(report)["finding"] == "not shown"
+    assert loss_difference(report)["finding"] == "holds 0"
     assert "undecided, so few seeds leave room for a difference of 0." in report.verdict
-    assert report.outcome == "effect of rank on loss: undecided"
+    assert report.outcome == "loss by rank, 95% interval: holds 0"
     assert report.failed_gate is None
 
 
 def test_one_seed_claims_nothing() -> None:
     report = made_up({(2, 0): 1.5, (8, 0): 0.5})
-    assert loss_difference(report)["finding"] == "not judged"
+    assert loss_difference(report)["finding"] == "one seed"
     assert "one seed, so nothing follows from it" in report.verdict
 
 
@@ -127,11 +127,11 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
         "delta_per_step", "seconds", "peak_bytes", "buffers",
     ]  # fmt: skip
     shown = ["cells", "before", "delta_per_step", "peak_bytes", "buffers"]
-    assert runs.loc["rank 8", shown].tolist() == ["2 trained", 2.0, 0.08, 10**6, 900]
-    assert runs.after["rank 8"] == pytest.approx(0.87)
+    assert runs.loc[8, shown].tolist() == ["2 trained", 2.0, 0.08, 10**6, 900]
+    assert runs.after[8] == pytest.approx(0.87)
     fused = report.table("fused").loc[1]
     assert fused[["rank", "policy", "survival", "more_bytes"]].tolist() == [
-        "rank 2", "promote", 0.99, 2000,
+        2, "promote", 0.99, 2000,
     ]  # fmt: skip
     assert "Means over 2 seeds" in str(report)
     difference = report.table("differences").loc[0]
@@ -150,7 +150,7 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     assert [(line.label, line.x, line.y) for line in fuse.series] == [
         ("refit", (0.0, 0.0), (25.0, 25.0)), ("promote", (2000.0, 2000.0), (99.0, 99.0)),
     ]  # fmt: skip
-    assert "effect of rank on loss: " in report.outcome
+    assert "loss by rank, 95% interval: " in report.outcome
 
 
 def test_nothing_trained_makes_no_plot_and_says_why() -> None:
@@ -163,7 +163,7 @@ def test_nothing_trained_makes_no_plot_and_says_why() -> None:
 
 def test_points_have_their_names_in_the_tables() -> None:
     report = made_up({(2, 0): 1.0, (8, 0): 0.9}, points=("0", "all"))
-    assert report.table("runs")["rank"].tolist()[:2] == [
-        "rank 2, layers 0, down_proj", "rank 8, layers 0, down_proj",
-    ]  # fmt: skip
+    runs = report.table("runs")
+    assert runs["rank"].tolist()[:2] == [2, 8]
+    assert set(runs["at"][:2]) == {"layers 0, down_proj"}
     assert report.table("differences")["at"].iloc[-1] == "layers all, down_proj"

@@ -66,6 +66,7 @@ def test_the_chosen_answers_become_likelier(
     assert (before["margin"], method) in ((0.0, "dpo"), (None, "orpo"))
     if method == "dpo":
         assert before["validation_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert after["margin_low"] < after["margin"] < after["margin_high"]
         assert after["margin"] > 0
     assert result.kind == Result.open(target).kind == "align"
     assert not Result.open(target).standing.reasons

@@ -20,9 +20,9 @@ from mlxstacks.studies.train import pretrain
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import PretrainSettings, StackRunSettings
+from tests.groups import needs_group
 from tests.studies.train.test_kill import wait_for_start
 from tests.studies.train_cases import write_data, write_rows
-from tests.training.test_group import needs_sockets
 from tests.warm import ended, start_command_line
 from tools.nano.workers import run_in_processes
 
@@ -137,7 +137,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, texts: Path) -> N
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-@needs_sockets
+@needs_group
 def test_two_processes_train_like_one(tmp_path: Path, texts: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     pretrain.run(settings_to(one, texts))

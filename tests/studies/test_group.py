@@ -1,0 +1,146 @@
+"""Two processes that share a study come to what one comes to, and lose nothing where one dies.
+
+Run: pytest tests/studies/test_group.py
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.recipe.table import COMMANDS, load
+from mlxstacks.study import answer_log, child_process
+from tests.groups import in_group, needs_group
+from tests.studies import compare_cases, confound_cases, sweep_cases
+from tests.studies.stack_cases import write_domains
+from tests.studies.train_cases import write_data, write_tiny_model
+
+pytestmark = needs_group
+# Of time and of the machine; where a run lies; and the blocks, which tell of both.
+UNLIKE = (
+    "seconds", "peak", "environment", "seal", "provenance", "digest", "path", "blocks",
+    "settings_sha256", "resources",
+)  # fmt: skip
+# Cells in the process of the rank that runs them.
+CELLS: dict[str, Any] = {"sweep": sweep_cases.Cells(), "stack compare": compare_cases.Cells()}
+
+
+def main() -> None:
+    """COMMAND SETTINGS [RANK BATCHES]: RANK dies before it has that many batches answered."""
+    command, settings, *fatal = sys.argv[1:]
+    if fatal and os.environ.get("MLX_RANK") == fatal[0]:
+        append, left = answer_log.AnswerLog.append, int(fatal[1])
+
+        def dying(log: Any, rows: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            append(log, rows)
+
+        answer_log.AnswerLog.append = dying  # type: ignore[assignment, method-assign]
+    run(command, json.loads(settings))
+
+
+if __name__ == "__main__":
+    main()
+
+
+def run(command: str, settings: dict[str, Any]) -> None:
+    if command in CELLS:
+        child_process.run_child = CELLS[command]
+    row = COMMANDS[command]
+    load(row.function)(load(row.settings).model_validate(settings))
+
+
+def alike(value: Any, without: tuple[str, ...]) -> Any:
+    """A document without what differs between any two runs."""
+    if isinstance(value, dict):
+        kept = {key: v for key, v in value.items() if not any(word in key for word in without)}
+        return {key: alike(v, without) for key, v in kept.items()}
+    return [alike(v, without) for v in value] if isinstance(value, list) else value
+
+
+def contents(target: Path, *without: str) -> dict[str, Any]:
+    """Of every file that holds figures, answers or weights."""
+    found: dict[str, Any] = {}
+    for path in sorted(target.rglob("*")):
+        name = str(path.relative_to(target))
+        if path.suffix == ".json" and path.name[0] != ".":
+            places = rf"{target.parent}/\.?{target.name}(\.rank-1)?(\.work)?"
+            found[name] = json.loads(re.sub(places, "TARGET", path.read_text()))
+        elif path.suffix == ".jsonl" and path.name != "log.jsonl":
+            found[name] = [json.loads(line) for line in path.read_text().splitlines()]
+        elif path.suffix == ".safetensors" and path.name != "checkpoint.safetensors":
+            found[name] = path.read_bytes()
+    return dict(alike(found, (*UNLIKE, *without)))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Command -> settings of a short run, but for where it goes."""
+    place, nano = tmp_path_factory.mktemp("group"), nano_paths()
+    model = write_tiny_model(place / "model")
+    data = write_data(place / "data")
+    target = Path("TARGET")
+    return {
+        "sweep": sweep_cases.sweep_settings(model, data, target).model_dump(mode="json"),
+        "stack compare": compare_cases.compare_settings(
+            (model, write_domains(place / "domains")), target, seeds=(0,)
+        ).model_dump(mode="json"),
+        "confound": confound_cases.settings_for(
+            confound_cases.write_places(place / "confound", items=24), target, batch_size=4,
+            policies=("refit",), probe_items=4, train={"iters": 2},
+        ).model_dump(mode="json"),
+        "compare": {
+            "model": str(nano.model_path), "adapter_path": [str(nano.adapter_path)], "plots": False,
+                "other": [str(nano.model_path)],
+        },
+        "eval": {
+            "model": str(nano.model_path), "store_path": str(nano.store_path),
+            "data": str(nano.items_path), "plots": False, "tasks": ["items"], "limit": 20,
+            "arms": ["base", "routed"], "save_every": 4, "chat": "all",
+        },
+    }  # fmt: skip
+
+
+def one_process(command: str, settings: dict[str, Any], place: Path) -> Path:
+    run(command, settings | {"save_path": str(place / "one")})
+    return place / "one"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sweep", "stack compare", "compare", "eval", pytest.param("confound", marks=pytest.mark.slow)],
+)
+def test_two_processes_come_to_what_one_comes_to(
+    settings: dict[str, dict[str, Any]], tmp_path: Path, command: str
+) -> None:
+    one, two = one_process(command, settings[command], tmp_path), tmp_path / "two"
+    given = json.dumps(settings[command] | {"save_path": str(two)})
+    assert in_group(tmp_path, command, given, module=__name__) == [0, 0], (
+        tmp_path / "0"
+    ).read_text() + (tmp_path / "1").read_text()
+    assert contents(two) == contents(one)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".work")]
+
+
+@pytest.mark.parametrize(("dies", "batches"), [("1", "0"), ("0", "2")])
+def test_where_one_dies_the_work_of_the_other_stays(
+    settings: dict[str, dict[str, Any]], tmp_path: Path, dies: str, batches: str
+) -> None:
+    one, two = one_process("eval", settings["eval"], tmp_path), tmp_path / "two"
+    given = json.dumps(settings["eval"] | {"save_path": str(two)})
+    first, second = in_group(tmp_path, "eval", given, dies, batches, module=__name__)
+    assert (first if dies == "0" else second) == -signal.SIGKILL
+    assert "another process of the group has ended" in (tmp_path / str(1 - int(dies))).read_text()
+    assert not two.exists()
+    assert in_group(tmp_path, "eval", given, module=__name__) == [0, 0]
+    told = "notes", "details", "arms"  # of a process, that it was resumed
+    assert contents(two, *told) == contents(one, *told)
