@@ -29,7 +29,7 @@ help:
 	@echo "make test     run the tests (no network, no GPU)"
 	@echo "make real-model  fetch SmolLM2-135M-Instruct (93 MB) into the cache, dense and with experts"
 	@echo "make test-real   run the tests on that model"
-	@echo "make soak     run the long campaigns in full"
+	@echo "make soak     run the long campaigns in full, and a server under mixed load for two hours"
 	@echo "make check    ruff and mypy"
 	@echo "make census   lines, files, helpers and words of the code, at BEFORE and AFTER"
 	@echo "make bench    run the benchmarks"
@@ -140,8 +140,12 @@ real-model: install
 test-real: install-dev real-model
 	$(PRELOAD) MLXSTACKS_REAL_MODEL="$$($(BIN)/python -m mlxstacks.convert.real_model)" $(BIN)/python -m pytest tests/real $(PYTEST_ARGS)
 
+# Of the server's soak.
+MINUTES = 120
+
 soak: install-dev
 	MLXSTACKS_SOAK=1 $(PRELOAD) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) $(PYTEST_ARGS)
+	$(PRELOAD) OPENBLAS_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak_serve --minutes $(MINUTES)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -835,6 +835,7 @@ def gated_delta_installed() -> Iterator[None]:
 
 def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
     """Put `new` under every name that stands for `old` in the imported modules of mlx_lm."""
-    for module in [sys.modules[name] for name in sys.modules if name.startswith("mlx_lm.")]:
+    modules = list(sys.modules.items())  # at once: another thread may be importing
+    for module in [module for name, module in modules if name.startswith("mlx_lm.")]:
         for name in [name for name, value in vars(module).items() if value is old]:
             setattr(module, name, new)

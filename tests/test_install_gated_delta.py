@@ -253,3 +253,14 @@ def test_an_error_inside_the_block_removes_it_too() -> None:
     with pytest.raises(AssertionError), base_model.gated_delta_installed():
         assert theirs() is original
     assert theirs() is original
+
+
+def test_other_threads_may_import_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Name(str):
+        def startswith(self, *arguments: Any) -> bool:  # a name that is asked about imports another
+            sys.modules[f"imported.{len(sys.modules)}"] = re
+            return False
+
+    monkeypatch.setattr(sys, "modules", {Name("one"): re, **sys.modules})
+    with base_model.gated_delta_installed():
+        pass

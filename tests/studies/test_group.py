@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,20 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     }  # fmt: skip
 
 
-def one_process(command: str, settings: dict[str, Any], place: Path) -> Path:
-    run(command, settings | {"save_path": str(place / "one")})
-    return place / "one"
+@pytest.fixture(scope="module")
+def one_process(
+    settings: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Command -> what a process of its own wrote."""
+    place = tmp_path_factory.mktemp("one")
+
+    def target_of(command: str) -> Path:
+        target = place / command.replace(" ", "-")
+        if not target.exists():
+            run(command, settings[command] | {"save_path": str(target)})
+        return target
+
+    return target_of
 
 
 @pytest.mark.parametrize(
@@ -120,9 +132,12 @@ def one_process(command: str, settings: dict[str, Any], place: Path) -> Path:
     ["sweep", "stack compare", "compare", "eval", pytest.param("confound", marks=pytest.mark.slow)],
 )
 def test_two_processes_come_to_what_one_comes_to(
-    settings: dict[str, dict[str, Any]], tmp_path: Path, command: str
+    settings: dict[str, dict[str, Any]],
+    one_process: Callable[[str], Path],
+    tmp_path: Path,
+    command: str,
 ) -> None:
-    one, two = one_process(command, settings[command], tmp_path), tmp_path / "two"
+    one, two = one_process(command), tmp_path / "two"
     given = json.dumps(settings[command] | {"save_path": str(two)})
     assert in_group(tmp_path, command, given, module=__name__) == [0, 0], (
         tmp_path / "0"
@@ -133,9 +148,13 @@ def test_two_processes_come_to_what_one_comes_to(
 
 @pytest.mark.parametrize(("dies", "batches"), [("1", "0"), ("0", "2")])
 def test_where_one_dies_the_work_of_the_other_stays(
-    settings: dict[str, dict[str, Any]], tmp_path: Path, dies: str, batches: str
+    settings: dict[str, dict[str, Any]],
+    one_process: Callable[[str], Path],
+    tmp_path: Path,
+    dies: str,
+    batches: str,
 ) -> None:
-    one, two = one_process("eval", settings["eval"], tmp_path), tmp_path / "two"
+    one, two = one_process("eval"), tmp_path / "two"
     given = json.dumps(settings["eval"] | {"save_path": str(two)})
     first, second = in_group(tmp_path, "eval", given, dies, batches, module=__name__)
     assert (first if dies == "0" else second) == -signal.SIGKILL

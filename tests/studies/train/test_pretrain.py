@@ -20,11 +20,10 @@ from mlxstacks.studies.train import pretrain
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import PretrainSettings, StackRunSettings
-from tests.groups import needs_group
+from tests.groups import in_group, needs_group
 from tests.studies.train.test_kill import wait_for_start
 from tests.studies.train_cases import write_data, write_rows
 from tests.warm import ended, start_command_line
-from tools.nano.workers import run_in_processes
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 270,
@@ -141,7 +140,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, texts: Path) -> N
 def test_two_processes_train_like_one(tmp_path: Path, texts: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     pretrain.run(settings_to(one, texts))
-    run_in_processes("mlxstacks", command_of(settings_to(two, texts)), 2)
+    assert in_group(tmp_path, *command_of(settings_to(two, texts))) == [0, 0]
     assert Result.open(two).data["processes"] == 2
     weights = [mx.load(str(path / FILES[0])) for path in (one, two)]
     assert all(mx.allclose(w, weights[1][name], atol=1e-3).item() for name, w in weights[0].items())
