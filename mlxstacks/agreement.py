@@ -143,7 +143,7 @@ def check_records(records: Sequence[Mapping[str, Any]]) -> None:
         if _asked(record) is None and not (isinstance(text, str) and text):
             raise InputError(
                 f"row {number} has {', '.join(map(repr, record)) or 'no keys'}; give "
-                '{"text": "..."}, {"prompt": "..."} or {"messages": [...]}, not empty'
+                'one with words: {"text": "..."}, {"prompt": "..."} or {"messages": [...]}'
             )
 
 

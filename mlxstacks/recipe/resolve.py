@@ -121,7 +121,8 @@ def resolve(
     bare = writes and values.get("save_path") is None
     if bare:
         # a quick look has a directory of its own, so that it never stands in the whole run's way
-        part = f".limit-{values['limit']}" if values.get("limit") else ""
+        cut = values.get("limit") or values.get("max_prompts")
+        part = f".limit-{cut}" if cut else ""
         title = recipe.name if recipe else name.replace(" ", "-")
         values["save_path"] = str(OUT / (title + part))
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()

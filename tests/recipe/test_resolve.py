@@ -173,7 +173,9 @@ def test_marker_of_a_bare_run_allows_replacing_it(made: Resolved, work_dir: Path
 
 def test_a_quick_look_does_not_stand_in_the_way_of_the_whole_run() -> None:
     targets = [resolve("eval", options).target for options in ({"limit": 5}, {"limit": None}, {})]
-    assert [target.name for target in targets if target] == ["eval.limit-5", "eval", "eval"]
+    targets.append(resolve("identity", {"max_prompts": 3}).target)
+    names = ["eval.limit-5", "eval", "eval", "identity.limit-3"]
+    assert [target.name for target in targets if target] == names
 
 
 def test_home_and_force_mean_what_the_settings_say(

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks import memory
-from mlxstacks.agreement import KINDS, agree, check_records, read_passages, refer
+from mlxstacks.agreement import KINDS, agree, read_passages, refer
 from mlxstacks.command_line import command_line
-from mlxstacks.data import read_records
 from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
@@ -39,6 +38,7 @@ from mlxstacks.studies.agreement.run import (
     figures_of,
     in_words,
     load,
+    read_judge,
 )
 from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
@@ -74,11 +74,7 @@ def run(
     if settings.target_kl is not None and settings.bits:
         raise InputError("--target-kl chooses the bits of all modules: leave --bits out")
     file = JUDGE if settings.judge == "shipped" else user_path(settings.judge)
-    records = read_records(file) if settings.judge != "none" else []
-    try:
-        check_records(records)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+    records = read_judge(file) if settings.judge != "none" else []
     calibration = _CALIBRATION_SHARE if settings.requant == "gptq" and not dry_run else 0.0
     whole, started = WholeProgress(progress, 1.0 + calibration), time.monotonic()
     if settings.target_kl is not None:

@@ -21,6 +21,7 @@ from mlxstacks.agreement import (
     Agreement,
     Reference,
     agree,
+    check_records,
     read_passages,
     refer,
 )
@@ -87,7 +88,7 @@ class _Agreement(Study):
     def planned(self) -> Result:
         settings = self.settings
         data = user_path(settings.data) if settings.data else JUDGE
-        self.records = read_records(data)
+        self.records = read_judge(data)
         directories = [resolve_model(str(settings.model)), *map(resolve_model, settings.other)]
         _check_tokenizers(directories, self.records)
         prints = [fingerprint(open_checkpoint(path)) for path in dict.fromkeys(directories)]
@@ -152,6 +153,16 @@ class _Agreement(Study):
     def _agree(self, reference: Reference, name: str, path: str, file: str, out: Path) -> None:
         model, _ = self._load(name, resolve_model(path))
         agree(model, reference, self.whole.part(1, name)).save(out / file)
+
+
+def read_judge(file: Path) -> list[dict[str, Any]]:
+    """Rows to read and to answer. Raises: InputError naming the file, and a row that is neither."""
+    records = read_records(file)
+    try:
+        check_records(records)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    return records
 
 
 def _check_tokenizers(models: Sequence[Path], records: Sequence[Mapping[str, Any]]) -> None:

@@ -426,8 +426,12 @@ def task_plan(settings: EvalSettings, asked: AskedTask, hashes: Mapping[str, str
 
 
 def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -> tuple[str, ...]:
-    """What each number of items can show, with alpha shared among all tests of the run."""
+    """What each number of items can show, with alpha shared among all tests of the run; nothing,
+    where nothing is tested.
+    """
     lines: list[str] = []
+    if not tests:
+        return ()
     alpha, discordant = settings.alpha / max(1, tests), settings.expected_discordant
     needed = ""
     if discordant >= _SOUGHT:
