@@ -33,7 +33,7 @@ from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
 from mlxstacks.ops.float_grids import MODES, PROMOTED_GROUP_SIZE, FloatGroups
-from mlxstacks.ops.gptq import InputStatistics
+from mlxstacks.ops.gptq import InputStatistics, Moments, statistics_of
 from mlxstacks.ops.policies import Groups
 from mlxstacks.study.document import RESULT
 
@@ -50,14 +50,14 @@ class Module:
 
     stages: index of the stage -> the adapter's match; a stage without this module is absent.
     merge_ready: stage -> "pooled" or "grid", of adapters that were trained so.
-    moments: (K, K) float32, second moments of the module's inputs, where they were measured.
+    moments: of the module's K inputs, where they were measured.
     """
 
     path: str
     stored: StoredWeight
     stages: dict[int, Match]
     merge_ready: dict[int, str] = field(default_factory=dict)
-    moments: Array | None = None
+    moments: Moments | None = None
 
     @property
     def dtype(self) -> str:
@@ -187,7 +187,7 @@ def tasks(
     with_rounded = [decisions[s].policy in ("refit", "nearest") for s in deltas]
     inputs = None
     if module.moments is not None and any(d.policy == "gptq" for d in decisions.values()):
-        inputs = InputStatistics.of(module.moments)
+        inputs = statistics_of(module.moments)
     weights_per_task = _WEIGHTS_PER_TASK if inputs is None else _WEIGHTS_PER_GPTQ_TASK
     rows_per_task = max(1, weights_per_task // module.stored.input_dims)
     if low_rank:
@@ -372,7 +372,7 @@ def check_range(info: TensorInfo, values: Array, dtype: str) -> None:
 
 
 def gather_modules(
-    checkpoint: Checkpoint, settings: FuseSettings, moments: Mapping[str, Array] | None = None
+    checkpoint: Checkpoint, settings: FuseSettings, moments: Mapping[str, Moments] | None = None
 ) -> tuple[list[Module], list[str]]:
     """The modules that the adapters change, in the order of the checkpoint's tensors; and notes.
 

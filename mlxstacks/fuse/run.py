@@ -44,7 +44,7 @@ from mlxstacks.fuse.rewrite import (
     write_shards,
 )
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.ops.affine import Array
+from mlxstacks.ops.gptq import Moments
 from mlxstacks.ops.kernels import backend
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result
@@ -75,7 +75,7 @@ def run(
 
 def run_command(
     settings: FuseSettings,
-    moments: Mapping[str, Array] | None = None,
+    moments: Mapping[str, Moments] | None = None,
     notes: Sequence[str] = (),
     *,
     dry_run: bool = False,
@@ -95,7 +95,7 @@ class _Fuse:
         self,
         settings: FuseSettings,
         progress: ProgressCallback | None,
-        moments: Mapping[str, Array] | None = None,
+        moments: Mapping[str, Moments] | None = None,
     ) -> None:
         if settings.model is None or settings.save_path is None or not settings.adapter_path:
             raise InputError("fuse needs model, adapter_path and save_path")

@@ -11,6 +11,7 @@ goes to its nearest code; the codes are those of a loop that inverts H anew afte
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,6 +20,13 @@ from mlxstacks.ops.policies import Groups
 
 # Columns whose errors reach the rest of the matrix in one product.
 _TOGETHER = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """sums: (K, K) float32, sum(x x^T) of inputs x, one for all modules that are given the same."""
+
+    sums: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +65,12 @@ class InputStatistics:
         root = np.empty_like(v)
         root[order] = v
         return cls(order, carry.astype(np.float32), root.astype(np.float32))
+
+
+@lru_cache(maxsize=2)
+def statistics_of(moments: Moments) -> InputStatistics:
+    """Made once for modules one after the other that share their moments. Raises: as `of`."""
+    return InputStatistics.of(moments.sums)
 
 
 def round_rows(target: Array, grid: Groups, inputs: InputStatistics) -> Groups:

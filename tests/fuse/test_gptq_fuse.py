@@ -15,7 +15,7 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.ops.affine import Array
+from mlxstacks.ops.gptq import Moments
 from mlxstacks.studies.agreement.calibrate import calibrate, second_moments
 from mlxstacks.study.result import Result
 from tests.fuse.cases import assert_same_bytes, fuse, tensors
@@ -43,14 +43,14 @@ def settings_for(model: Path, adapter: Path, target: Path, **options: Any) -> Fu
     )  # fmt: skip
 
 
-def moments_of(settings: FuseSettings) -> dict[str, Array]:
+def moments_of(settings: FuseSettings) -> dict[str, Moments]:
     """Of inputs that are far from independent, for each module."""
     found = {}
     for module in gather_modules(open_checkpoint(Path(str(settings.model))), settings)[0]:
         random, width = np.random.default_rng(7), module.stored.input_dims
         x = random.standard_normal((4 * width, 6)) @ random.standard_normal((6, width))
         x += 0.1 * random.standard_normal(x.shape)
-        found[module.path] = (x.T @ x).astype(np.float32)
+        found[module.path] = Moments((x.T @ x).astype(np.float32))
     return found
 
 
@@ -76,7 +76,7 @@ def cost(model: Path, adapter: Path, target: Path) -> float:
         )
         error = np.array(fused_layers[module.path].weight.astype(mx.float32)) - wanted
         flat = error.reshape(-1, error.shape[-1]).astype(np.float64)
-        total += float(np.einsum("ij,jk,ik->", flat, moments[module.path], flat))
+        total += float(np.einsum("ij,jk,ik->", flat, moments[module.path].sums, flat))
     return total
 
 
@@ -136,11 +136,11 @@ def test_moments_are_of_what_a_module_is_given(model: Path) -> None:
     rows = [[65, 66, 67, 68, 69], [70, 71]]
     found = second_moments(loaded, paths, rows)
     assert found[paths[1]] is found[paths[2]]
-    assert found[paths[3]].shape == (64, 64)
+    assert found[paths[3]].sums.shape == (64, 64)
     embed = next(m for n, m in loaded.named_modules() if n.endswith("embed_tokens"))
     x = layers["0.input_layernorm"][1](embed(mx.array([*rows[0], *rows[1]])))
     x = np.array(x.astype(mx.float32))
-    np.testing.assert_allclose(found[paths[0]], x.T @ x, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[paths[0]].sums, x.T @ x, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

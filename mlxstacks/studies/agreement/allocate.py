@@ -45,7 +45,7 @@ from mlxstacks.fuse.module import Module, gather_modules
 from mlxstacks.fuse.report import tensor_bytes
 from mlxstacks.fuse.rewrite import ModuleWork
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.ops.affine import Array
+from mlxstacks.ops.gptq import Moments
 from mlxstacks.study.document import Block, Plot, Series, Table
 from mlxstacks.training.modes import evaluating
 
@@ -340,7 +340,7 @@ def allocate(
     passages: Sequence[Passage],
     reference: Reference,
     settings: FuseSettings,
-    moments: Mapping[str, Array] | None = None,
+    moments: Mapping[str, Moments] | None = None,
     advance: Advance | None = None,
 ) -> Allocation:
     """Bits for each module that an adapter of `settings` changes.

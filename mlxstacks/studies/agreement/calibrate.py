@@ -19,7 +19,7 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.ops.affine import Array
+from mlxstacks.ops.gptq import Moments
 from mlxstacks.studies.agreement.allocate import Call, heard
 from mlxstacks.studies.agreement.run import load
 from mlxstacks.training.modes import evaluating
@@ -30,8 +30,8 @@ Advance = Callable[[int, int], None]
 
 def calibrate(
     settings: FuseSettings, advance: Advance | None = None
-) -> tuple[dict[str, Array], list[str]]:
-    """(K, K) float32 by module path, for the modules that the adapter of `settings` changes; notes.
+) -> tuple[dict[str, Moments], list[str]]:
+    """By module path, for the modules that the adapter of `settings` changes; notes.
 
     A module that no token reached, or that only looks tokens up, has none.
 
@@ -69,10 +69,10 @@ def second_moments(
     paths: Sequence[str],
     rows: Sequence[Sequence[int]],
     advance: Advance | None = None,
-) -> dict[str, Array]:
+) -> dict[str, Moments]:
     """sum(x x^T) of the inputs x of each module while `model` reads rows of token ids.
 
-    Returns (K, K) float32 by path; modules of the same inputs share an array.
+    Returns them by path; modules of the same inputs share theirs.
     """
     named = dict(model.named_modules())
     layers = [named[path] for path in paths]
@@ -95,11 +95,12 @@ def second_moments(
             mx.eval(sums)
             if advance:
                 advance(number, len(rows))
-    found: dict[str, Array] = {}
+    found: dict[str, Moments] = {}
     for together, total in sums.items():
-        moments = np.array(total)
-        if not np.isfinite(moments).all():
+        moments = Moments(np.array(total))
+        if not np.isfinite(moments.sums).all():
             raise NonFiniteModelError(f"the inputs of {together[0]}")
         for path in dict.fromkeys(together):
-            found[path] = found[path] + moments if path in found else moments
+            known = found.get(path)
+            found[path] = moments if known is None else Moments(known.sums + moments.sums)
     return found

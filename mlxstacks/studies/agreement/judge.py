@@ -27,7 +27,7 @@ from mlxstacks.files.outputs import check_target
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.ops.affine import Array
+from mlxstacks.ops.gptq import Moments
 from mlxstacks.studies.agreement.allocate import allocate, blocks, note
 from mlxstacks.studies.agreement.calibrate import calibrate
 from mlxstacks.studies.agreement.run import (
@@ -91,7 +91,7 @@ def run(
 
 def _calibrated(
     settings: FuseSettings, advance: Progress, dry_run: bool
-) -> tuple[dict[str, Array] | None, list[str]]:
+) -> tuple[dict[str, Moments] | None, list[str]]:
     """Moments for gptq, and notes. Raises: InputError: rows or a target that cannot be used."""
     if settings.requant != "gptq":
         return None, []
