@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KEYS = (
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
     "resume_adapter_file",
-    "data", "log_path", "prompts", "json_schema",
+    "data", "log_path", "prompts", "json_schema", "calibration",
 )  # fmt: skip
 # Of these commands too; elsewhere the names mean other things.
 _MORE_KEYS = {

@@ -30,7 +30,7 @@ _ENDS = {
 # and items may be hub ids instead, which by their text cannot be told from such paths.
 READ = {
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
-    "resume_adapter_file",
+    "resume_adapter_file", "json_schema", "calibration",
     "data", "corpus", "log_path", "prompts", "persona", "persona_data", "items",
     "narrow_items", "suite", "task_files", "regrade", "plain_model",
 }  # fmt: skip
