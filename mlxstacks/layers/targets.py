@@ -22,7 +22,7 @@ USUAL = (
 )
 SMALL = tuple(f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_ba"))
 ROUTERS = re.compile(r"(^|\.)(gate|shared_expert_gate|router)$")
-_MOST_LAYERS = 3  # that are named one by one
+_MOST_LAYERS = 8  # that are named one by one
 
 
 @dataclass(frozen=True, eq=False)
