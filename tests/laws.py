@@ -18,6 +18,11 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         "The control takes the decisions that the trained adapter led to.": (
             "fuse/test_fuse_run.py::test_zero_delta_takes_the_trained_decisions",
         ),
+        "A fuse by `gptq` rounds as the formula does; a zero delta keeps every byte.": (
+            "ops/test_gptq.py::test_codes_are_those_of_the_formula",
+            "ops/test_gptq.py::test_what_is_on_the_grid_stays",
+            "fuse/test_gptq_fuse.py::test_zeros_change_nothing",
+        ),
         "A fuse in memory has the bytes of a fuse to disk.": (
             "fuse/test_in_memory.py::test_bytes_are_those_of_a_fuse_to_disk",
         ),
