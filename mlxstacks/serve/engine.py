@@ -240,6 +240,7 @@ class Engine:
         modes = [UNGATED] if self._pool.domains else []
         if store is not None and (store.manifest.router or self._settings.router_path):
             modes.append(ROUTED)
+        self._modes = modes
         self.models = (self.base_name, *self._pool.names, *modes)
 
     def _serve(self) -> None:
@@ -356,7 +357,7 @@ class Engine:
 
     def _route(self, ask: Ask) -> Route:
         """With the weights of all that is to answer."""
-        wanted = parse_model(ask.model, self.base_name, self._pool.names)
+        wanted = parse_model(ask.model, self.base_name, self._pool.names, self._modes)
         if wanted == BASE:
             return Route("base")
         if wanted == UNGATED:

@@ -25,10 +25,13 @@ class UnknownModelError(InputError):
     """The `model` of a request names nothing that is served."""
 
 
-def parse_model(model: str, base_name: str, names: Sequence[str]) -> str | tuple[str, ...]:
+def parse_model(
+    model: str, base_name: str, names: Sequence[str], modes: Sequence[str] = (UNGATED, ROUTED)
+) -> str | tuple[str, ...]:
     """`base`, `ungated`, `routed`, or the names that are to answer.
 
-    names: what there is. A domain that is named as a mode is reached as `base+NAME`.
+    names: what there is; a domain that is named as a mode is reached as `base+NAME`. modes: those
+    that the message names.
     Raises: UnknownModelError.
     """
     if model in (BASE, base_name, _DEFAULT):
@@ -37,16 +40,16 @@ def parse_model(model: str, base_name: str, names: Sequence[str]) -> str | tuple
         return model
     head, plus, rest = model.partition("+")
     if plus and head not in (BASE, base_name):
-        raise UnknownModelError(_message(model, base_name, names))
+        raise UnknownModelError(_message(model, base_name, (*names, *modes)))
     wanted = (rest if plus else model).split(",")
     known = set(names)
     if len(wanted) > _MOST_NAMES or any(name not in known for name in wanted):
-        raise UnknownModelError(_message(model, base_name, names))
+        raise UnknownModelError(_message(model, base_name, (*names, *modes)))
     return tuple(dict.fromkeys(wanted))
 
 
 def _message(model: str, base_name: str, names: Sequence[str]) -> str:
-    listed = ", ".join([BASE, base_name, *names, UNGATED, ROUTED])
+    listed = ", ".join([BASE, base_name, *names])
     return f"no model {model[:100]!a}; there are: {listed}, and sets such as base+NAME,NAME"
 
 

@@ -114,6 +114,8 @@ def test_model_that_names_nothing_is_refused(model: str) -> None:
     if model not in ("base", "org/model", "math", "base+math", "routed", "ungated"):
         with pytest.raises(UnknownModelError):
             parse_model(model, "org/model", ("math",))
+    with pytest.raises(UnknownModelError, match="there are: base, org/model, math, and sets"):
+        parse_model("gpt-4", "org/model", ("math",), ())  # a server without a store has no routes
 
 
 @pytest.mark.parametrize(
