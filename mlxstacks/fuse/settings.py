@@ -15,9 +15,7 @@ from mlxstacks.settings import Settings
 PolicyName = Literal[
     "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize"
 ]
-_Policy = Literal[
-    "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize", "gptq"
-]
+_Policy = Literal[PolicyName, "gptq"]
 
 
 class FuseSettings(Settings):
@@ -64,7 +62,7 @@ class FuseSettings(Settings):
         "that the adapter was trained on, or others like what the model will read.",
     )
     calibration_tokens: int = Field(
-        8192, ge=1, description="Most tokens of the calibration that are read."
+        8192, ge=1, description="Most tokens of the calibration that are read, 512 of a row."
     )
     fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(
         None,

@@ -16,6 +16,7 @@ from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.gptq import Moments
+from mlxstacks.studies.agreement import calibrate as calibrate_module
 from mlxstacks.studies.agreement.calibrate import calibrate, second_moments
 from mlxstacks.study.result import Result
 from tests.fuse.cases import assert_same_bytes, fuse, tensors
@@ -156,8 +157,31 @@ def test_rows_that_cannot_be_used(
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(lines))
     settings = settings_for(model, adapter, tmp_path / "out", calibration=str(rows))
+    loaded, tokenizer, _ = base_model.load(model)
     with pytest.raises(InputError, match=message):
-        calibrate(settings)
+        calibrate(settings, loaded, tokenizer)
+
+
+def test_no_more_rows_are_rendered_than_are_read(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{n:04d} is here"}) + "\n" for n in range(1000)))
+    rendered: list[int] = []
+    encode = calibrate_module.encode_examples
+
+    def counted(examples: Any, *given: Any) -> Any:
+        rendered.append(len(examples))
+        return encode(examples, *given)
+
+    monkeypatch.setattr(calibrate_module, "encode_examples", counted)
+    settings = settings_for(
+        model, adapter, tmp_path / "out", calibration=str(rows), calibration_tokens=1000
+    )
+    loaded, tokenizer, _ = base_model.load(model)
+    _, (note,) = calibrate(settings, loaded, tokenizer)
+    assert " 1,000 tokens of " in note
+    assert sum(rendered) == 128
 
 
 def test_what_it_needs_is_said(model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ do the experts of a layer: those that few tokens reach are rounded by what all o
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,36 +22,35 @@ from mlxstacks.fuse.module import gather_modules
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.gptq import Moments
 from mlxstacks.studies.agreement.allocate import Call, heard
-from mlxstacks.studies.agreement.run import load
 from mlxstacks.training.modes import evaluating
 
 _LONGEST_ROW = 512
+_ROWS_AT_ONCE = 64  # are rendered, before it is known whether more are needed
 Advance = Callable[[int, int], None]
 
 
 def calibrate(
-    settings: FuseSettings, advance: Advance | None = None
+    settings: FuseSettings, model: nn.Module, tokenizer: Any, advance: Advance | None = None
 ) -> tuple[dict[str, Moments], list[str]]:
     """By module path, for the modules that the adapter of `settings` changes; notes.
 
-    A module that no token reached, or that only looks tokens up, has none.
+    model: the base with this adapter unfused. A module that no token reached, or that only looks
+    tokens up, has none.
 
     Raises: InputError: rows that cannot be used.
     """
-    base = resolve_model(str(settings.model))
-    model, tokenizer, _ = load(
-        base, settings.adapter_path,
-        allow_base=settings.allow_base, peft_layout=settings.peft_layout,
-    )  # fmt: skip
     about = train_data_settings(str(settings.calibration))
     examples = read_train_data(about, Path(), tokenizer).train
     rows, left = list[Sequence[int]](), settings.calibration_tokens
-    for row in encode_examples(examples[:left], tokenizer, about, _LONGEST_ROW).rows:
-        rows.append(row.tokens[:left])
-        left -= len(row.tokens)
+    for start in range(0, len(examples), _ROWS_AT_ONCE):
+        some = examples[start : start + _ROWS_AT_ONCE]
+        for row in encode_examples(some, tokenizer, about, _LONGEST_ROW).rows:
+            rows.append(row.tokens[:left])
+            left -= len(rows[-1])
         if left <= 0:
             break
-    modules, _ = gather_modules(open_checkpoint(base), settings)
+    rows = [row for row in rows if row]
+    modules, _ = gather_modules(open_checkpoint(resolve_model(str(settings.model))), settings)
     paths = [module.path for module in modules]
     found = second_moments(model, paths, rows, advance)
     read = f"{sum(map(len, rows)):,} tokens of {len(rows):,} calibration rows"
@@ -100,6 +100,8 @@ def second_moments(
         moments = Moments(np.array(total))
         if not np.isfinite(moments.sums).all():
             raise NonFiniteModelError(f"the inputs of {together[0]}")
+        if not moments.sums.any():  # zeros say as little as no input
+            continue
         for path in dict.fromkeys(together):
             known = found.get(path)
             found[path] = moments if known is None else Moments(known.sums + moments.sums)

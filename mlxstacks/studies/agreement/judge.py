@@ -97,9 +97,11 @@ def _calibrated(
         return None, []
     if dry_run:
         return None, ["gptq is not estimated: a plan does not read the calibration."]
-    _check_memory(resolve_model(str(settings.model)))
+    base = resolve_model(str(settings.model))
+    _check_memory(base)
     check_target(user_path(str(settings.save_path)), force=settings.force)
-    return calibrate(settings, advance)
+    model, tokenizer, _ = load(base, settings.adapter_path, **_matching(settings))
+    return calibrate(settings, model, tokenizer, advance)
 
 
 def _with_judgement(
@@ -150,8 +152,10 @@ def _to_target(
         advance=whole.part(0.1, "answers of the reference"),
     )  # fmt: skip
     reference = refer(model, passages, whole.part(0.1, "reference"))
-    # a dry run chooses bits as well
-    moments, notes = _calibrated(settings, whole.part(calibration, "calibration"), False)
+    moments, notes = None, list[str]()
+    if settings.requant == "gptq":
+        advance = whole.part(calibration, "calibration")
+        moments, notes = calibrate(settings, model, tokenizer, advance)
     allocation = allocate(
         model, passages, reference, settings, moments, whole.part(0.8, "KL of each module")
     )
