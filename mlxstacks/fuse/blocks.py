@@ -13,7 +13,7 @@ from mlxstacks.fuse.fidelity import Sums, dot
 from mlxstacks.ops import float_grids
 from mlxstacks.ops.affine import Array, dequantize, pack, round_to, unpack
 from mlxstacks.ops.float_grids import FloatGroups
-from mlxstacks.ops.gptq import InputStatistics, round_rows
+from mlxstacks.ops.gptq import InputStatistics, fit_scales, round_rows
 from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize, shift
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
@@ -192,7 +192,7 @@ def _add(state: Dense, stage: StageInput) -> Dense:
 def run_gptq(
     groups: Groups, decision: Decision, delta: Array, inputs: InputStatistics
 ) -> tuple[Groups, Sums]:
-    """Whole rows after a stage by gptq, on the grid that nearest or promote gives each group, and
+    """Whole rows after a stage by gptq, from the grid that nearest or promote gives each group, and
     its sums: those of changes are of what the changes do to the outputs.
 
     Shapes: delta (rows, K) float32.
@@ -201,7 +201,9 @@ def run_gptq(
     policy = "nearest" if decision.bits == groups.bits else "promote"
     old = groups.values()
     grid = requantize(groups, change, policy)
-    after = round_rows((old + change.delta).reshape(delta.shape), grid, inputs)
+    target = (old + change.delta).reshape(delta.shape)
+    after = round_rows(target, fit_scales(target, grid, inputs), inputs)
+    after = fit_scales(target, after, inputs)
     moved = (after.values() - old).reshape(delta.shape)
     sums = measure(groups, after, change.delta, None)
     wanted, made = delta @ inputs.root, moved @ inputs.root

@@ -6,8 +6,13 @@ first. What rounding column j leaves, err = (target - value) / U_jj, is taken of
 are still to come, by err * U_j,: with U the upper Cholesky factor of H^-1; no other change of them
 makes the output closer to what it would have been.
 
-Laws (tests/ops/test_gptq.py): a target that is on the grid keeps its codes; with H = I each weight
-goes to its nearest code; the codes are those of a loop that inverts H anew after each column.
+With the codes as they are, the scales and biases of a row that bring its output closest are a
+least-squares problem of 2 K / group_size unknowns; they hold much of a change that is too small for
+the codes.
+
+Laws (tests/ops/test_gptq.py): a target that is on the grid keeps its codes, scales and biases; with
+H = I each weight goes to its nearest code; the codes are those of a loop that inverts H anew after
+each column; fitted scales leave no output of a row farther.
 """
 
 from dataclasses import dataclass
@@ -15,11 +20,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from mlxstacks.ops.affine import Array, clip_codes
+from mlxstacks.ops.affine import Array, clip_codes, round_to
 from mlxstacks.ops.policies import Groups
 
 # Columns whose errors reach the rest of the matrix in one product.
 _TOGETHER = 32
+# Numbers in the normal equations of the rows that are fitted at once.
+_FITTED_AT_ONCE = 1 << 22
+# Added to their diagonal, of it and of its mean: codes that are all alike leave scale or bias free.
+_RIDGE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +42,12 @@ class Moments:
 class InputStatistics:
     """What rounding needs of a module's K inputs.
 
-    order: (K,) int, columns as they are rounded. carry: (K, K) float32, in that order: row j is
-    U_j,: / U_jj, zero up to the diagonal. root: (K, K) float32, R with R R^T = H, in the order of
-    the weight: the size of e @ R is that of what e does to the output.
+    moments: (K, K) float32, H. order: (K,) int, columns as they are rounded. carry: (K, K) float32,
+    in that order: row j is U_j,: / U_jj, zero up to the diagonal. root: (K, K) float32, R with
+    R R^T = H, in the order of the weight: the size of e @ R is that of what e does to the output.
     """
 
+    moments: Array
     order: Array
     carry: Array
     root: Array
@@ -64,7 +74,7 @@ class InputStatistics:
         carry = np.triu(u / np.diag(u)[:, None], 1)
         root = np.empty_like(v)
         root[order] = v
-        return cls(order, carry.astype(np.float32), root.astype(np.float32))
+        return cls(h.astype(np.float32), order, carry.astype(np.float32), root.astype(np.float32))
 
 
 @lru_cache(maxsize=2)
@@ -101,3 +111,57 @@ def round_rows(target: Array, grid: Groups, inputs: InputStatistics) -> Groups:
         left[last:] -= inputs.carry[first:last, last:].T @ errors[: last - first]
     flat = np.ascontiguousarray(codes.T).reshape(-1, group_size)
     return Groups(flat, grid.scales, grid.biases, grid.bits, grid.dtype)
+
+
+def fit_scales(target: Array, groups: Groups, inputs: InputStatistics) -> Groups:
+    """The codes of `groups` with the scales and biases that bring the outputs closest to `target`.
+
+    They are rounded to the dtype of `groups` from the last to the first, each making good what
+    rounding those after it left. A row that would gain nothing keeps its own.
+
+    Shapes: as in `round_rows`.
+    """
+    rows = len(target)
+    codes = groups.codes.reshape(rows, -1, groups.codes.shape[1])
+    count = codes.shape[1]
+    fitted = np.hstack([x.reshape(rows, count) for x in (groups.scales, groups.biases)])
+    at_once = max(1, _FITTED_AT_ONCE // (2 * count) ** 2)
+    for first in range(0, rows, at_once):
+        part = slice(first, first + at_once)
+        fitted[part] += _best_change(target[part], codes[part], fitted[part], groups.dtype, inputs)
+    scales, biases = (x.ravel() for x in np.split(fitted, 2, axis=1))
+    return Groups(groups.codes, scales, biases, groups.bits, groups.dtype)
+
+
+def _best_change(
+    target: Array, codes: Array, now: Array, dtype: str, inputs: InputStatistics
+) -> Array:
+    """Shapes: target (N, K), codes (N, C, group_size), now and the result (N, 2 C): C scales, then
+    C biases.
+    """
+    count, group_size = codes.shape[1:]
+    codes = codes.astype(np.float32)
+    of_groups = inputs.moments.reshape(count, group_size, -1)
+    scales, biases = now[:, :count, None], now[:, count:, None]
+    error = target - (codes * scales + biases).reshape(target.shape)
+    pull = (error @ inputs.moments).reshape(codes.shape)
+    right = np.concatenate([(pull * codes).sum(-1), pull.sum(-1)], axis=1, dtype=np.float64)
+    # The normal equations of a row; Cholesky reads the lower triangle only.
+    equations = np.empty((len(codes), 2 * count, 2 * count))
+    equations[:, count:, count:] = of_groups.sum(1).reshape(count, count, -1).sum(-1)
+    for group in range(count):
+        pull = (codes[:, group] @ of_groups[group]).reshape(codes.shape)
+        equations[:, :count, group] = (pull * codes).sum(-1)
+        equations[:, count:, group] = pull.sum(-1)
+    diagonal = np.einsum("nii->ni", equations)
+    diagonal *= 1 + _RIDGE
+    diagonal += _RIDGE * diagonal.mean(axis=1, keepdims=True)
+    lower = np.linalg.cholesky(equations)
+    left = np.linalg.solve(lower, right[:, :, None])[:, :, 0]
+    change, most = np.empty_like(now), np.square(left).sum(axis=1)
+    for place in reversed(range(2 * count)):
+        best = now[:, place] + left[:, place] / lower[:, place, place]
+        change[:, place] = round_to(best.astype(np.float32), dtype) - now[:, place]
+        left[:, : place + 1] -= lower[:, place, : place + 1] * change[:, place, None]
+    change[np.square(left).sum(axis=1) >= most] = 0
+    return change

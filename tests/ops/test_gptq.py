@@ -5,19 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.ops.affine import quantize
-from mlxstacks.ops.gptq import InputStatistics, round_rows
+from mlxstacks.ops.affine import quantize, round_to
+from mlxstacks.ops.gptq import InputStatistics, fit_scales, round_rows
 from mlxstacks.ops.policies import Change, Groups, keep
 
 GROUP = 32
 
 
-def case(seed: int, rows: int, groups: int, bits: int) -> tuple[Groups, np.ndarray, np.ndarray]:
+def case(
+    seed: int, rows: int, groups: int, bits: int, dtype: str = "F32"
+) -> tuple[Groups, np.ndarray, np.ndarray]:
     """Groups of a weight, a small delta (N, K), moments (K, K) of inputs that hang together."""
     random = np.random.default_rng(seed)
     width = groups * GROUP
     weight = random.standard_normal((rows * groups, GROUP), np.float32)
-    grid = Groups(*quantize(weight, bits, "F32"), bits, "F32")
+    grid = Groups(*quantize(weight, bits, dtype), bits, dtype)
     step = np.abs(grid.scales).mean()
     delta = (0.3 * step * random.standard_normal((rows, width))).astype(np.float32)
     mixed = random.standard_normal((width, width)) * np.geomspace(1, 0.01, width)
@@ -45,9 +47,10 @@ def by_the_formula(target: np.ndarray, grid: Groups, moments: np.ndarray) -> np.
     return codes
 
 
-def cost(groups: Groups, target: np.ndarray, moments: np.ndarray) -> float:
+def costs(groups: Groups, target: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    """(N,), of each row."""
     error = groups.values().reshape(target.shape) - target.astype(np.float64)
-    return float(np.einsum("ij,jk,ik->", error, moments, error))
+    return np.einsum("ij,jk,ik->i", error, moments, error)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -65,8 +68,38 @@ def test_codes_are_those_of_the_formula(bits: int) -> None:
 def test_what_is_on_the_grid_stays(seed: int, bits: int) -> None:
     grid, delta, moments = case(seed, 3, 2, bits)
     target = grid.values().reshape(delta.shape)
-    made = round_rows(target, grid, InputStatistics.of(moments))
-    assert np.array_equal(made.codes, grid.codes)
+    inputs = InputStatistics.of(moments)
+    assert np.array_equal(round_rows(target, grid, inputs).codes, grid.codes)
+    made = fit_scales(target, grid, inputs)
+    assert np.array_equal(made.scales, grid.scales)
+    assert np.array_equal(made.biases, grid.biases)
+
+
+def test_scales_are_those_of_least_squares() -> None:
+    grid, delta, moments = case(3, 5, 3, 4)
+    target = grid.values().reshape(delta.shape) + delta
+    inputs = InputStatistics.of(moments)
+    made = fit_scales(target, grid, inputs)
+    groups = np.kron(np.eye(3), np.ones((GROUP, 1)))  # (K, groups)
+    for row, codes in enumerate(grid.codes.reshape(5, -1)):
+        design = np.hstack([codes[:, None] * groups, groups])
+        wanted, *_ = np.linalg.lstsq(inputs.root.T @ design, inputs.root.T @ target[row])
+        found = np.concatenate([x.reshape(5, -1)[row] for x in (made.scales, made.biases)])
+        np.testing.assert_allclose(found, wanted, rtol=5e-3, atol=1e-4)  # a ridge of 1e-6 there
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([3, 4, 6]), st.sampled_from(["F32", "F16", "BF16"])
+)
+def test_no_row_is_farther_with_fitted_scales(seed: int, bits: int, dtype: str) -> None:
+    grid, delta, moments = case(seed, 6, 2, bits, dtype)
+    target = grid.values().reshape(delta.shape) + delta
+    inputs = InputStatistics.of(moments)
+    made = fit_scales(target, grid, inputs)
+    for name in ("scales", "biases"):  # values that the dtype holds
+        assert np.array_equal(round_to(getattr(made, name).copy(), dtype), getattr(made, name))
+    before, after = (costs(x, target, inputs.moments) for x in (grid, made))
+    assert (after <= before * (1 + 1e-4)).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([3, 4, 6]))
@@ -75,7 +108,7 @@ def test_outputs_are_closer_than_by_nearest_codes(seed: int, bits: int) -> None:
     target = grid.values().reshape(delta.shape) + delta
     plain = keep(grid, Change(delta.reshape(grid.codes.shape)))
     fed = round_rows(target, grid, InputStatistics.of(moments))
-    assert cost(fed, target, moments) < cost(plain, target, moments)
+    assert costs(fed, target, moments).sum() < costs(plain, target, moments).sum()
 
 
 def test_inputs_that_know_nothing_of_each_other_give_nearest_codes() -> None:
