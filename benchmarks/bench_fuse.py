@@ -7,6 +7,7 @@
     python -m benchmarks.bench_fuse memory [--rank 108]    peak memory with an adapter of 3 GB,
         [--layout parameters --rank 139]  in mlx-lm's format or one of PEFT's
         [--to gguf]  converted instead
+        [--adapter-path DIR]  of your own, for the model in --work
     python -m benchmarks.bench_fuse fidelity               bits x delta x policy
 
 The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
@@ -166,9 +167,13 @@ def _write_adapter_config(directory: Path, rank: int, keys: list[str]) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def memory(work: Path, rank: int, layout: str, to: str | None) -> dict[str, Any]:
-    """Peak memory of a fuse with an adapter on all experts, or of its conversion."""
-    model, adapter = work / "model", work / f"adapter-{layout}-{rank}"
+def memory(
+    work: Path, rank: int, layout: str, to: str | None, given: Path | None
+) -> dict[str, Any]:
+    """Peak memory of a fuse with an adapter on all experts (or another given one), or of its
+    conversion.
+    """
+    model, adapter = work / "model", given or work / f"adapter-{layout}-{rank}"
     if not model.exists():
         write_big_model(model)
     if not adapter.exists():
@@ -375,7 +380,7 @@ def main() -> None:
             result: Any = speed(work, options.rounds, options.modules, given)
             print_speed(result)
         elif options.what == "memory":
-            result = memory(work, options.rank, options.layout, options.to)
+            result = memory(work, options.rank, options.layout, options.to, options.adapter_path)
         else:
             result = fidelity_table(work)
             print_fidelity(result)

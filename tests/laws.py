@@ -37,6 +37,7 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "files/test_adapters.py::test_a_streamed_adapter_is_the_one_in_memory",
             "files/test_adapters.py::test_a_streamed_adapter_holds_one_module_at_a_time",
             "files/test_peft_adapters.py::test_a_streamed_adapter_holds_one_module_at_a_time",
+            "files/test_gguf_adapters.py::test_a_streamed_adapter_holds_one_module_at_a_time",
         ),
         "An adapter of `--merge-ready grid` evaluates in training as its fuse does, to the bit.": (
             "layers/test_merge_ready.py::test_grid_fuses_to_the_bit",
