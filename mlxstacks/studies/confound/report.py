@@ -179,8 +179,8 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
         "would be right if each answer were the unfused persona's second choice. Moved: answers "
         "other than the unfused persona's; the arm moved is a random delta, scaled until it moves "
         "as many as A1. Lost: of the items that both models got right. Correlation: of what the "
-        "fuse realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of the "
-        "weights.",
+        "fuse realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of "
+        "the weights.",
     )  # fmt: skip
 
 
