@@ -43,14 +43,12 @@ class InputStatistics:
     """What rounding needs of a module's K inputs.
 
     moments: (K, K) float32, H. order: (K,) int, columns as they are rounded. carry: (K, K) float32,
-    in that order: row j is U_j,: / U_jj, zero up to the diagonal. root: (K, K) float32, R with
-    R R^T = H, in the order of the weight: the size of e @ R is that of what e does to the output.
+    in that order: row j is U_j,: / U_jj, zero up to the diagonal.
     """
 
     moments: Array
     order: Array
     carry: Array
-    root: Array
 
     @classmethod
     def of(cls, moments: Array, damping: float = 0.01) -> "InputStatistics":
@@ -72,9 +70,7 @@ class InputStatistics:
         v = cholesky(backwards, lower=True)[::-1, ::-1]
         u = solve_triangular(v, np.eye(len(h)), lower=False)
         carry = np.triu(u / np.diag(u)[:, None], 1)
-        root = np.empty_like(v)
-        root[order] = v
-        return cls(h.astype(np.float32), order, carry.astype(np.float32), root.astype(np.float32))
+        return cls(h.astype(np.float32), order, carry.astype(np.float32))
 
 
 @lru_cache(maxsize=2)
@@ -142,17 +138,18 @@ def _best_change(
     count, group_size = codes.shape[1:]
     codes = codes.astype(np.float32)
     of_groups = inputs.moments.reshape(count, group_size, -1)
-    scales, biases = now[:, :count, None], now[:, count:, None]
-    error = target - (codes * scales + biases).reshape(target.shape)
+    of_ones = of_groups.reshape(count, group_size, count, group_size).sum(-1)
+    error = target - (codes * now[:, :count, None] + now[:, count:, None]).reshape(target.shape)
     pull = (error @ inputs.moments).reshape(codes.shape)
-    right = np.concatenate([(pull * codes).sum(-1), pull.sum(-1)], axis=1, dtype=np.float64)
+    right = np.hstack([_dot(pull, codes), pull.sum(-1)]).astype(np.float64)
     # The normal equations of a row; Cholesky reads the lower triangle only.
     equations = np.empty((len(codes), 2 * count, 2 * count))
-    equations[:, count:, count:] = of_groups.sum(1).reshape(count, count, -1).sum(-1)
+    equations[:, count:, count:] = of_ones.sum(1)
     for group in range(count):
-        pull = (codes[:, group] @ of_groups[group]).reshape(codes.shape)
-        equations[:, :count, group] = (pull * codes).sum(-1)
-        equations[:, count:, group] = pull.sum(-1)
+        of_later = of_groups[group, :, group * group_size :]
+        pull = (codes[:, group] @ of_later).reshape(len(codes), -1, group_size)
+        equations[:, group:count, group] = _dot(pull, codes[:, group:])
+        equations[:, count:, group] = codes[:, group] @ of_ones[group]
     diagonal = np.einsum("nii->ni", equations)
     diagonal *= 1 + _RIDGE
     diagonal += _RIDGE * diagonal.mean(axis=1, keepdims=True)
@@ -165,3 +162,7 @@ def _best_change(
         left[:, : place + 1] -= lower[:, place, : place + 1] * change[:, place, None]
     change[np.square(left).sum(axis=1) >= most] = 0
     return change
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return np.einsum("ncg,ncg->nc", x, y)

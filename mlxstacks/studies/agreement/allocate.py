@@ -4,8 +4,8 @@ Of each module the KL is found that it alone makes at each width, while all othe
 adapter unfused. Modules are then widened in the order of KL saved a byte, along the lower convex
 hull of each module's widths. What the choices on that way make as a whole is estimated too, but
 modules are not independent, above all where much of the adapter is missing. So how far to go is
-found by measuring whole choices: the first where the estimate reaches the target, then halving the
-range that is left.
+found by measuring whole choices: the first where the estimate reaches the target, then where it
+does with the error that was just seen.
 
 The KL of one module is found in two ways. Measured: the module is fused in memory, alone, and the
 model reads the rows again, at the module's own bits and at the widest; widths between are
@@ -297,7 +297,7 @@ def heard(
 _TRIED_POSITIONS = 400
 _MOST_ROUNDS = 8
 # A choice that is closer than this to the target is not improved.
-_GOOD_ENOUGH = 0.8
+_GOOD_ENOUGH = 0.95
 _PLOTTED = 60
 Advance = Callable[..., None]
 
@@ -401,9 +401,12 @@ def _search(
                 break
         if low >= high and (low > widest or high in rounds):
             break
-        place = min(high, (low + high) // 2)
+        # The estimate may be wrong by a factor; it is much the same for choices nearby.
+        factor = kl / sums[place][1] if sums[place][1] else 1.0
+        near = (i for i in range(low, high + 1) if sums[i][1] * factor <= target)
+        place = min(high, next(near, high))
         if place in rounds:
-            break
+            place = (low + high) // 2
     reached = [place for place, kl in rounds.items() if kl <= target]
     best = min(reached) if reached else widest
     if best not in rounds:
