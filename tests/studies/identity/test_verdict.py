@@ -313,7 +313,7 @@ def test_what_twenty_prompts_can_detect() -> None:
         SETTINGS, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True
     )
     words = detectable(plan)
-    assert "when 6 are lost and none gained, 8 with both questions of 3 claims counted" in words
+    assert "with both questions of 3 claims counted, a loss shows (p < 0.05) when 8 are" in words
     assert "kept shows when at most 0 of 18 are lost" in words
     assert most_lost(18, 0.25, 0.05 / 6) == 0
     assert most_lost(18, 0.25, 0.05) == 1
@@ -321,6 +321,7 @@ def test_what_twenty_prompts_can_detect() -> None:
     many = detectable(
         plan_of(three, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True)
     )
+    assert "one of 57% is found 8 times in 10" in many  # unadjusted, it would be 37%
     # 0.75**21 < 0.05 / 18
     assert "so many claims cannot be shown to be kept, were 18 of 18 kept: 21 would do" in many
     assert "not exact preservation" in words
