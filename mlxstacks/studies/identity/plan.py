@@ -94,8 +94,9 @@ def label(name: str, settings: IdentitySettings) -> tuple[str, str]:
         return "identity + the same again", policy
     if condition.adapter in (PERSONA, AGAIN) or condition.zero:
         return condition.label, policy
-    tail = f", {settings.stress_iters:,} batches" if kind == STRESS else ""
-    return f"{condition.label} r{training_of(kind, settings).rank}{tail}", policy
+    training = training_of(kind, settings)
+    tail = f", {training.iters:,} batches" if kind == STRESS else ""
+    return f"{condition.label} r{training.rank}{tail}", policy
 
 
 def kinds_of(settings: IdentitySettings, has_adapter: bool) -> list[str]:

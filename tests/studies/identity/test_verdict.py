@@ -23,7 +23,14 @@ from mlxstacks.studies.identity.analysis import (
     score,
     verdict,
 )
-from mlxstacks.studies.identity.plan import detectable, least_lost, most_lost, plan_of, power_lines
+from mlxstacks.studies.identity.plan import (
+    detectable,
+    label,
+    least_lost,
+    most_lost,
+    plan_of,
+    power_lines,
+)
 from mlxstacks.studies.identity.report import blocks
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.document import Table
@@ -330,6 +337,13 @@ def test_what_twenty_prompts_can_detect() -> None:
     # n for 80% power of the loss that is looked for is a number, by both tests.
     assert re.search(r"items for 25\.0 points .*: \d+ an arm .*, \d+ \(McNemar\)", table[2])
     assert not any("chance to pass" in line for line in table)
+
+
+def test_a_label_has_the_batches_that_were_trained() -> None:
+    stress = {"stress_rank": 64, "stress_iters": 400}
+    for cut, batches in (({}, 400), ({"max_prompts": 4}, 40)):
+        settings = IdentitySettings(**stress, **cut)
+        assert label("factual_stress_refit", settings)[0].endswith(f"r64, {batches} batches")
 
 
 # --- tables ---------------------------------------------------------------------------------------
