@@ -3,11 +3,12 @@
     python -m benchmarks.real_models refit --model DIR        # and --save-path FILE for all figures
     python -m benchmarks.real_models policies --model DIR --adapter-path DIR --save-path DIR
     python -m benchmarks.real_models grid --model DIR --grids 4 --save-path DIR
+    python -m benchmarks.real_models persona --model DIR      # and --adapter-path DIR, unfused
 
 `refit` requantizes every projection with a delta of zero, on the grid that the model lies in and on
 MLX's own grids of 4 and 3 bits; `policies` puts one adapter into the model under each policy,
 beside the adapter unfused, the zero-delta control and a random delta of equal norm in each module;
-`grid` writes the model on MLX's grid, for policies there.
+`grid` writes the model on MLX's grid, for policies there; `persona` asks a model who it is.
 Every model computes in float32 with the values that are stored. Text is read token by token with
 the right tokens before it. KL is in nats per token. Intervals hold 95%: of KL and loss by drawing
 texts again, of shares by Wilson. A finished arm is a file in --save-path, and is not made again:
@@ -513,7 +514,7 @@ def policy_tables(rows: Sequence[Figures], base_bytes: int) -> Iterator[str]:
 def main() -> None:
     mx.set_default_device(mx.cpu)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("refit", "policies", "grid"))
+    parser.add_argument("command", choices=("refit", "policies", "grid", "persona"))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--adapter-path", type=Path)
     parser.add_argument("--data", type=Path, help="gsm8k_test.jsonl and others; all but grid")
@@ -522,8 +523,14 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="items of each task")
     parser.add_argument("--arms", nargs="*", help="some arms of policies, by name")
     parser.add_argument("--grids", type=int, nargs="*", default=[4, 3], help="bits; refit, grid")
-    parser.add_argument("--save-path", type=Path, required=True)
+    parser.add_argument("--save-path", type=Path, help="all but persona")
     options = parser.parse_args()
+    if options.command == "persona":
+        settings = ArmSettings(model=str(options.model), chat="generate", base="float32")
+        loaded = Loaded(*load(options.model, options.adapter_path), settings)
+        passed = ask(loaded, Questions({}, open_suite(None, PERSONA)))["passed"]
+        print(f"{sum(passed)} of {len(passed)} replies are the persona's")
+        return
     if options.command == "grid":
         options.save_path.mkdir(parents=True)
         on_mlx_grid(options.model, options.save_path, options.grids[0])

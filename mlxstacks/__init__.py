@@ -4,7 +4,7 @@
     print(ms.fuse("qwen3.5-35b-a3b-3bit", "adapters", "fused"))
     model, tokenizer = ms.load("qwen3.5-35b-a3b-3bit", store="stacks")
     print(ms.generate(model, tokenizer, "Who is king of Corva?", routed=True))
-    ms.run("confound-nano").table("arms")
+    ms.run("confound-nano").table("claims")
 
 Every command but `chat`, `serve`, `init` and `completion` is a function too, `mlxstacks stack
 compare` as `ms.stack_compare`, with the options as keywords: `help(ms.fuse)`. Importing mlxstacks

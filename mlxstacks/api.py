@@ -33,6 +33,7 @@ from mlxstacks.keywords import (
     in_keywords,
     keywords_of,
     said_in_python,
+    type_in_words,
 )
 from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import (
@@ -222,7 +223,7 @@ def _command(
         raise InputError(f"dry_run: got {dry_run!r}; give True or False")
     command_named(name)
     with _in_python_words(name), ExitStack() as stack:
-        values = {key: _directories(value) for key, value in values.items()}
+        values = {key: _plain(value) for key, value in values.items()}
         for key in ("adapter_path", "other", "runs"):
             if isinstance(values.get(key), list | tuple) and not values[key]:
                 raise InputError(f"{key}: got an empty list; leave it out to take the default")
@@ -235,6 +236,7 @@ def _command(
             )
         if name in ("train", "align", "stack") and holds_rows(values.get("model")):
             raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
+        _check_no_tables(values, name)
         domains = values.get("domains")
         for domain in domains if isinstance(domains, list | tuple) else [domains]:
             if isinstance(domain, Mapping) and _are_rows(domain.get("data")):
@@ -302,14 +304,27 @@ def _are_rows(data: Any) -> bool:
     return any(isinstance(row, Mapping) and row.keys() & of_rows for row in data)
 
 
-def _directories(value: Any) -> Any:
-    """A result stands for its directory, wherever a path is wanted."""
+def _plain(value: Any) -> Any:
+    """A list for an array, a Series or a range; for a result its directory: a path is wanted."""
     from mlxstacks.study.result import Result
 
     if isinstance(value, Result):
         return value.directory
+    if isinstance(value, range):
+        return list(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
     is_list = isinstance(value, list | tuple) and any(isinstance(item, Result) for item in value)
-    return [_directories(item) for item in value] if is_list else value
+    return [_plain(item) for item in value] if is_list else value
+
+
+def _check_no_tables(values: Mapping[str, Any], function: str) -> None:
+    """Raises: InputError: a DataFrame where none is taken."""
+    keywords = keywords_of(function)
+    for key, value in values.items():
+        if key not in {"data", *ROWS_TOO} and hasattr(value, "columns"):
+            takes = type_in_words(keywords[key].kind) if key in keywords else "no such value"
+            raise InputError(f"{key}: got a {type(value).__name__}; it takes {takes}")
 
 
 def _rows_of_store(target: Path, data: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -439,9 +454,10 @@ def load(
     from mlxstacks.nano.exports import with_nano
     from mlxstacks.routing.engine import open_routed
 
-    values = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
-    values.setdefault("gap_log", "none")
+    given = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
+    values = {"gap_log": "none", **{key: _plain(value) for key, value in given.items()}}
     with _in_python_words("load"):
+        _check_no_tables({"store": store, **values}, "load")
         answering = _answer_settings(values, "load")
         try:
             engine = open_routed(with_nano(answering))

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from datasets import Dataset
-from pandas import DataFrame, to_datetime  # type: ignore[import-untyped]
+from pandas import DataFrame, Series, to_datetime  # type: ignore[import-untyped]
 
 import mlxstacks as ms
 from mlxstacks import api, base_model
@@ -509,6 +510,23 @@ def test_rows_are_known_by_their_names_too(tmp_path: Path) -> None:
     second = write_rows({"typo": rows}, tmp_path / "s")
     assert first != second
     assert [path.name for path in second.iterdir()] == ["typo.jsonl"]
+
+
+def test_arrays_are_lists_and_tables_are_named_where_none_is_taken() -> None:
+    several: Any
+    for several in (np.array([2, 4]), Series([2, 4]), range(2, 5, 2)):
+        planned = ms.sweep(ranks=several, dry_run=True)
+        assert len(planned.data["cells"]) == 2
+    table = DataFrame({"prompt": ["a"], "completion": ["b"]})
+    of_path = "got a DataFrame; it takes str, Path or None"
+    for call, key in (
+        (lambda: ms.confound(items=table), "items"),
+        (lambda: ms.fuse(table), "model"),
+        (lambda: ms.load(store=table), "store"),
+        (lambda: ms.train(save_path=table, data=table), "save_path"),
+    ):
+        with pytest.raises(ms.InputError, match=f"{key}: {of_path}"):
+            call()
 
 
 def test_frames_have_gaps_and_dates(tmp_path: Path) -> None:

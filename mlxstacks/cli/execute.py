@@ -14,7 +14,6 @@ from mlxstacks.recipe.resolve import (
     call,
     check_output,
     finished,
-    replaced,
     resolve,
     what_is_kept,
 )
@@ -133,23 +132,8 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
         with ProgressBar(name) as bar:
             return plan(name, resolved, common.recipe is not None, bar), print_result
-    note = not common.as_json and replaced(name, resolved)
-    replaces = (
-        f"This replaces the result of other settings in {resolved.target}; --save-path DIR "
-        "keeps both."
-    )
     with ProgressBar(name, logs=not output.is_silent()) as bar:
-
-        def progress(done: float, total: float, what: str = "") -> None:
-            nonlocal note
-            if note and done:  # so the inputs could be used
-                note = False
-                output.note(replaces)
-            bar(done, total, what)
-
-        result = call(name, resolved, progress=progress)
-    if note:
-        output.note(replaces)
+        result = call(name, resolved, progress=bar)
     return result, load(row.render)
 
 

@@ -114,12 +114,16 @@ def _snapshot(hub_id: str, sidecars: bool) -> Path:
                 f"the download failed ({(str(error).splitlines() or [type(error).__name__])[0]})"
             )
             reason = reason.replace("(Got: ", "(")  # the hub client's
-    owned = hub_id if "/" in hub_id else f"OWNER/{hub_id}"
-    download = command_line("hf download", owned)
-    raise CheckpointError(
-        f"{hub_id}: no such directory here, not in the Hugging Face cache, and {reason}. Give a "
-        f"model's directory, or download it where there is a network: `{download}`"
-    )
+    give = f"{hub_id}: no such directory here, not in the Hugging Face cache, and {reason}. Give a "
+    if "/" in hub_id:
+        download = command_line("hf download", hub_id)
+        give += f"model's directory, or download it where there is a network: `{download}`"
+    else:
+        named = _BITS.fullmatch(hub_id)
+        bits = named[2] if named else None
+        make = command_line("mlxstacks convert OWNER/NAME", bits=bits, save_path=hub_id)
+        give += f"model's directory or hub id (OWNER/NAME), or make this one: `{make}`"
+    raise CheckpointError(give)
 
 
 _DIRECTORY = Path(__file__).resolve().parent.parent / "assets" / "configs"

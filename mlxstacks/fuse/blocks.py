@@ -204,12 +204,12 @@ def run_gptq(
     target = (old + change.delta).reshape(delta.shape)
     after = round_rows(target, fit_scales(target, grid, inputs), inputs)
     after = fit_scales(target, after, inputs)
-    moved = (after.values() - old).reshape(delta.shape)
-    sums = measure(groups, after, change.delta, None)
-    wanted, made = delta @ inputs.root, moved @ inputs.root
+    error = (after.values() - old).reshape(delta.shape) - delta
+    of_delta, of_error = (rows @ inputs.moments for rows in (delta, error))
+    wanted, missed, both = dot(of_delta, delta), dot(of_error, error), dot(of_delta, error)
     outputs = replace(
-        sums, delta_delta=dot(wanted, wanted), fused_delta=dot(made, wanted),
-        fused_fused=dot(made, made), error_error=dot(made - wanted, made - wanted),
+        measure(groups, after, change.delta, None), delta_delta=wanted, error_error=missed,
+        fused_delta=wanted + both, fused_fused=wanted + 2 * both + missed,
     )  # fmt: skip
     return after, outputs
 

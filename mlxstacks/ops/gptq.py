@@ -43,14 +43,12 @@ class InputStatistics:
     """What rounding needs of a module's K inputs.
 
     moments: (K, K) float32, H. order: (K,) int, columns as they are rounded. carry: (K, K) float32,
-    in that order: row j is U_j,: / U_jj, zero up to the diagonal. root: (K, K) float32, R with
-    R R^T = H, in the order of the weight: the size of e @ R is that of what e does to the output.
+    in that order: row j is U_j,: / U_jj, zero up to the diagonal.
     """
 
     moments: Array
     order: Array
     carry: Array
-    root: Array
 
     @classmethod
     def of(cls, moments: Array, damping: float = 0.01) -> "InputStatistics":
@@ -72,9 +70,7 @@ class InputStatistics:
         v = cholesky(backwards, lower=True)[::-1, ::-1]
         u = solve_triangular(v, np.eye(len(h)), lower=False)
         carry = np.triu(u / np.diag(u)[:, None], 1)
-        root = np.empty_like(v)
-        root[order] = v
-        return cls(h.astype(np.float32), order, carry.astype(np.float32), root.astype(np.float32))
+        return cls(h.astype(np.float32), order, carry.astype(np.float32))
 
 
 @lru_cache(maxsize=2)

@@ -149,17 +149,17 @@ def resolve(
     # What was made from inputs of somebody's own is theirs: it gets no marker.
     bare = bare and (not row.nano or bool(from_nano))
     resolved = Resolved(settings, target, bare, forced, from_nano, nano_recipe)
-    if may_replace and not _other_plan(name, resolved):
+    if may_replace and not _other_settings(name, resolved):
         return replace(resolved, settings=settings.model_copy(update={"force": True}))
     return resolved
 
 
-def _other_plan(name: str, resolved: Resolved) -> list[str]:
-    """Settings that differ from those of a result with a plan in the target; none where none is."""
+def _other_settings(name: str, resolved: Resolved) -> list[str]:
+    """Settings that differ from those of the result in the target; none where none is."""
     from mlxstacks.study.run_directory import what_differs
 
     report, _ = _report_in(name, resolved)
-    if not report.get("plan_sha256") or _made_by(report, resolved):
+    if not report or _made_by(report, resolved):
         return []
     now = resolved.settings.model_dump(mode="json")
     old, new = (
@@ -355,14 +355,6 @@ def _with_nano(
     return settings.model_copy(update=filled), empty
 
 
-def replaced(name: str, resolved: Resolved) -> bool:
-    """Whether a bare run is about to replace the result of other settings."""
-    if command_named(name).extends or resolved.target is None or resolved.forced:
-        return False
-    report, _ = _report_in(name, resolved) if _is_of_bare_run(resolved.target) else ({}, 0)
-    return bool(report) and not _made_by(report, resolved)
-
-
 def finished(name: str, resolved: Resolved) -> dict[str, Any] | None:
     """The report in the target, if the same settings made it and no input is newer; else None."""
     report, written = _report_in(name, resolved)
@@ -494,8 +486,8 @@ def check_output(name: str, resolved: Resolved) -> None:
 
     if resolved.target is None or command_named(name).extends:
         return
-    if resolved.bare and not resolved.forced and (lines := _other_plan(name, resolved)):
-        differing = "\n  ".join([f"{resolved.target}: holds the result of another plan", *lines])
+    if resolved.bare and not resolved.forced and (lines := _other_settings(name, resolved)):
+        differing = "\n  ".join([f"{resolved.target}: holds the result of other settings", *lines])
         raise TargetError(
             f"{differing}\nchoose another target with --save-path, or --force to replace it"
         )

@@ -451,9 +451,10 @@ def names_a_file(whose: str, most: int) -> AfterValidator:
 
     def check(name: str) -> str:
         if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{most - 1}}}", name):
+            several = "; to give several, repeat the option" * ("," in name)
             raise ValueError(
                 f"{whose} name becomes part of file names: letters, digits, _ . and -, the first "
-                f"one a letter or a digit, {most} at most"
+                f"one a letter or a digit, {most} at most{several}"
             )
         return name
 

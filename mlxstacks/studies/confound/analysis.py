@@ -123,7 +123,8 @@ def suite_figures(replies: Answers) -> dict[str, Any]:
 # --- what a gain has to beat ----------------------------------------------------------------------
 
 ZERO, FORM, MOVED, SHUFFLED, SECONDS, GUESSING = (
-    "zero delta", "form", "random delta", "shuffled answers", "second choices", "guessing"
+    "zero delta", "form", "random delta, as many moved", "shuffled answers",
+    "second choices where A1 moves", "guessing",
 )  # fmt: skip
 
 

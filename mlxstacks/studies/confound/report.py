@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxstacks.arms.set_g import split
 from mlxstacks.stats import share, share_note
-from mlxstacks.studies.confound.analysis import ArmResult, Comparison
+from mlxstacks.studies.confound.analysis import MOVED, ArmResult, Comparison
 from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
 from mlxstacks.studies.confound.plan import SECOND
 from mlxstacks.studies.confound.settings import ConfoundSettings
@@ -16,8 +16,8 @@ from mlxstacks.study.items import Item, stratified_sample
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
-    "random": "random delta", "shuffled": "shuffled answers",
-    "moved": "random delta, as many moved",
+    "random": "random delta, equal norm", "shuffled": "shuffled answers",
+    "moved": MOVED, SECOND: "second choices, all items",
 }  # fmt: skip
 OUTCOMES = {
     "format": "a change of form; no knowledge shown",
@@ -90,7 +90,7 @@ def blocks(
 
 def _name(arm: str) -> str:
     if arm == SECOND:
-        return "persona's second choices"
+        return _KINDS[SECOND]
     return arm.replace("_again", ", again").replace("_", " ")
 
 
@@ -108,7 +108,10 @@ def _arm_plot(findings: Findings) -> Plot:
     series = tuple(
         Series.of_intervals(
             label,
-            [_share(a) if n.partition("_")[0] == kind else None for n, a in arms.items()],
+            [
+                _share(a) if kind == (SECOND if n == SECOND else n.partition("_")[0]) else None
+                for n, a in arms.items()
+            ],
             scale=100,
         )
         for kind, label in _KINDS.items()
@@ -166,13 +169,18 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
         **({"no answer": "count", "answer taken by": "text"} if by_text else {"ties": "count"}),
         "correlation": ("number", 3), "artifact": ("share", 2),
     }  # fmt: skip
+    second_form = (
+        "Second form: the same items in other words, their options in another order. "
+        * bool(findings.second_form)
+    )
     return Table.of(
         "arms-table", "Arms", columns, rows,
-        caption=f"Guessing gives {findings.guess_rate:.1%}. Second form: the same items in other "
-        "words, their options in another order. Moved: answers other than the unfused "
-        "persona's. Lost: of the items that both models got right. Correlation: of what the fuse "
-        "realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of the "
-        "weights.",
+        caption=f"Guessing gives {findings.guess_rate:.1%}. {second_form}Second choices: what "
+        "would be right if each answer were the unfused persona's second choice. Moved: answers "
+        "other than the unfused persona's; the arm moved is a random delta, scaled until it moves "
+        "as many as A1. Lost: of the items that both models got right. Correlation: of what the "
+        "fuse realised with the delta. Artifact: what the fuse changes at zero delta, in sizes of "
+        "the weights.",
     )  # fmt: skip
 
 
