@@ -255,7 +255,7 @@ def domain_table(domains: Domains) -> Table:
             None if ended == LAST_ROUND else ended,
         ))  # fmt: skip
     columns: Columns = {
-        "domain": "text", "served": "text", "stacks": "count", "kept parameters": "count",
+        "domain": "text", "served": "text", "stacks": "count", "parameters": "count",
         "size": "bytes", "loss before": ("number", 4), "loss after": ("number", 4),
         "energy": ("share", 0), "protected": ("share", 0), "overlap": ("share", 0),
         "ended early": "text",
@@ -274,7 +274,8 @@ def domain_table(domains: Domains) -> Table:
         dict(list(columns.items())[place] for place in kept),
         [[row[place] for place in kept] for row in rows],
         caption="Validation loss before the first round and after the last that was kept, nats a "
-        f"token{energy if 7 in kept else ''}; size: of its files, with their headers.",
+        f"token{energy if 7 in kept else ''}; parameters: those kept, which leave out the noise of "
+        "routers; size: of the files, with their headers.",
     )  # fmt: skip
 
 

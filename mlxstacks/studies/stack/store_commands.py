@@ -65,7 +65,7 @@ def list_store(settings: StacksListSettings) -> Result:
         knows = "bad file" if header is None else f"for {', '.join(header.domains)}"
         facts["router"] = f"{knows} ({bytes_in_words(router.nbytes)})"
     columns: Columns = {
-        "stack": "text", "domain": "text", "served": "text", "kept parameters": "count",
+        "stack": "text", "domain": "text", "served": "text", "parameters": "count",
         "size": "bytes", "loss before": ("number", 4), "loss after": ("number", 4),
     }  # fmt: skip
     data = {
