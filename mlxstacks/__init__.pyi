@@ -454,9 +454,9 @@ def stacks_analyse(store_path: str | Path | None = None, *, save_path: str | Pat
     model: str | Path | None = None,
     data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     weights_only: bool = False, prompts: int = 64, max_seq_length: int = 512, directions: int = 4,
-    plots: bool = True, plot_format: Literal['png', 'svg'] = 'png', seed: int = 0,
-    force: bool = False, progress: bool | Callable[..., None] | None = None,
-    dry_run: bool = False) -> Result:
+    layer: int | None = None, projection: str | None = None, plots: bool = True,
+    plot_format: Literal['png', 'svg'] = 'png', seed: int = 0, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Analyze what a store's stacks do: routing, directions, spectra, losses, plots."""
 
 def stacks_diff(store_path: str | Path | None = None, other_path: str | Path | None = None, *,

@@ -346,6 +346,12 @@ class StacksAnalyseSettings(Settings):
     directions: int = Field(
         4, ge=1, le=256, description="Principal output directions to compare per domain."
     )
+    layer: int | None = Field(
+        None, ge=0, description="Layer whose directions to draw, domain by domain, in one plane."
+    )
+    projection: str | None = Field(
+        None, description="Its projection, as a path suffix: o_proj, or switch_mlp.down_proj."
+    )
     plots: bool = Field(True, description="Draw plots if matplotlib is installed.")
     plot_format: Literal["png", "svg"] = Field("png", description="Plot format; svg for print.")
     seed: int = Field(0, ge=0, description="Seed for folds, permutations and random directions.")

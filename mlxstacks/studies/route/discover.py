@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ FIGURES = "figures.json"
 # Keys of `Outcome.control`: chat at its floor alone; the best set and the random stack of a domain.
 FLOOR, WITH_BEST = "floor", "best+"
 _MOST_SETS = 4
+_MOST_ROWS = 16  # of the grid of all sets
 Progress = Callable[..., None]
 
 
@@ -164,6 +166,8 @@ class _Discovery(Study):
             "control": _control(rules, outcomes) if control else None,
             "figures": figures["figures"],
         }
+        if settings.search == "exhaustive" and 2 ** len(rules.domains) <= _MOST_ROWS:
+            data["grid"] = _grid(rules, outcomes)
         train = command_line(
             "mlxstacks route train", settings.store_path,
             targets=str(user_path(str(settings.save_path))), model=settings.model,
@@ -418,6 +422,25 @@ def _greedy_gap(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, Any] | N
     }
 
 
+def _grid(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Set of domains -> label -> nats that the set takes off the base's loss; the base left out.
+
+    outcomes: of exhaustive searches, which know the loss of every set.
+    """
+    sizes = range(1, len(rules.domains) + 1)
+    labels = dict.fromkeys(outcome.label for outcome in outcomes)
+    return {
+        on: {
+            config_text(label) or OTHERS: _mean([
+                o.base_loss - o.losses[on] for o in outcomes if o.label == label
+            ])
+            for label in labels
+        }
+        for size in sizes
+        for on in map(config_text, combinations(rules.domains, size))
+    }  # fmt: skip
+
+
 def _control(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Random stacks of equal norm next to the real ones.
 
@@ -473,6 +496,14 @@ def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
     """Labels first; then the controls."""
     if data["oracle"]:
         yield from _label_blocks(data["oracle"])
+    if grid := data.get("grid"):
+        labels = dict.fromkeys(label for gains in grid.values() for label in gains)
+        yield Table.of(
+            "grid", "Nats that each set of stacks takes off the loss, by label",
+            {"set": "text", **dict.fromkeys(labels, ("change", 3))},
+            [(on, *(cell_of(gain) for gain in gains.values())) for on, gains in grid.items()],
+            caption="Of prompts of each label, with 95% intervals.",
+        )  # fmt: skip
     if data["control"]:
         yield from _control_tables(data["control"])
     if gap := data["greedy_gap"]:

@@ -31,6 +31,8 @@ from mlxstacks.studies.stack.geometry import (
     Spectrum,
     cosines_json,
     data_directions,
+    path_at,
+    plane_json,
     shares_json,
     spectra_json,
     weights_of,
@@ -67,6 +69,8 @@ def run(
         )
     if settings.save_path is None:
         raise InputError("stacks analyse needs save_path")
+    if (settings.layer is None) != (settings.projection is None):
+        raise InputError("layer and projection pick the directions to draw together: give both")
     started = time.monotonic()
     target = user_path(settings.save_path)
     store = Store.open(settings.store_path)
@@ -139,6 +143,11 @@ def _look(
         "data": None,
         "delta_energy": None,
     }
+    at = None
+    if settings.layer is not None and settings.projection is not None:
+        paths = [path for of_domain in from_weights.values() for path in of_domain]
+        at = path_at(dict.fromkeys(paths), settings.layer, settings.projection)
+        geometry["planes"] = {"path": at, "weights": plane_json(from_weights, at)}
     if settings.weights_only:
         return geometry, None
     model, tokenizer = load_served(settings, store, notes)
@@ -149,6 +158,8 @@ def _look(
     passes = run_prompts(model, prompts, whole.part(sizes[1], "prompts"))
     from_data, shares = data_directions(passes.deltas, k)
     geometry |= {"data": cosines_json(from_data, k), "delta_energy": shares_json(shares, k)}
+    if at is not None:
+        geometry["planes"]["data"] = plane_json(from_data, at)
     if not passes.routing:
         notes.append("No routing: every stack has one expert.")
         return geometry, None
@@ -260,6 +271,8 @@ def blocks(data: Figures) -> Iterator[Block]:
     geometry, routing = data["geometry"], data["routing"]
     sources = {name: geometry[name] for name in ("weights", "data") if geometry[name]}
     yield from _cosine_blocks({name: table for name, table in sources.items() if table["pairs"]})
+    if planes := geometry.get("planes"):
+        yield from _plane_plots(planes)
     if routing:
         yield from _separation_blocks(routing["points"])
         yield from _routing_blocks(routing["stacks"])
@@ -337,6 +350,28 @@ def _cosine_blocks(shared: Figures) -> Iterator[Block]:
         x_label="largest |cosine|, mean over pairs and layers",
         alt=f"Mean largest cosine between domains' directions by projection; over all: {means}.",
     )  # fmt: skip
+
+
+def _plane_plots(planes: Figures) -> Iterator[Plot]:
+    for source, plane in planes.items():
+        if source == "path" or not plane["points"]:
+            continue
+        share = f"{plane['inside']:.0%}, random directions {plane['inside_chance']:.0%}"
+        yield Plot(
+            id=f"plane-{source}", title=f"Directions from {source} at {planes['path']}",
+            kind="lines", x_label=f"the plane of most of their squared lengths: {share}",
+            series=tuple(
+                Series(
+                    label=domain,
+                    x=tuple(x for point in points for x in (0.0, point[0])),
+                    y=tuple(y for point in points for y in (0.0, point[1])),
+                )
+                for domain, points in plane["points"].items()
+            ),
+            alt=f"Principal output directions of {', '.join(plane['points'])} at "
+            f"{planes['path']}, from {source}, in the plane of most of their squared "
+            f"lengths: {share}.",
+        )  # fmt: skip
 
 
 def _spectrum_blocks(stacks: Figures) -> Iterator[Block]:

@@ -393,15 +393,13 @@ class RoundCheckpoints:
 class Retrained:
     """Around a domain that was trained again in its place. served: all domains, in order, that are
     in the model now. before: prefix losses of the domain (its new rows) and later ones with the
-    stacks that are replaced. row: losses now, mode -> domain -> loss, prefix always. seconds: of
-    each stage.
+    stacks that are replaced. row: losses now, mode -> domain -> loss, prefix always.
     """
 
     served: list[Served]
     before: MatrixRow
     row: dict[MatrixMode, MatrixRow]
     moved_above: float
-    seconds: dict[str, float]
 
 
 # --- into the store -------------------------------------------------------------------------------
@@ -414,10 +412,12 @@ def commit_domain(
     plan: DomainPlan,
     result: DomainResult,
     bases: Bases,
+    seconds: dict[str, float],
     retrained: Retrained | None = None,
 ) -> None:
     """Everything of the domain in one change of the store; the first one makes the store.
 
+    seconds: of each stage, for the log: the manifest of two equal runs is equal.
     retrained: of a domain that takes the place of its former self.
 
     Raises: StoreError where the store is not what the domain was trained on any more.
@@ -431,8 +431,8 @@ def commit_domain(
     assert setup.settings.model is not None
     remember_places(store, setup.settings.model, data_root(setup.settings))
     before = setup.store.manifest if setup.store else store.manifest
-    event = ("trained", {}) if retrained is None else ("retrained", {"seconds": retrained.seconds})
-    with store.change(event[0], domain=plan.name, **event[1]) as change:
+    event = "trained" if retrained is None else "retrained"
+    with store.change(event, domain=plan.name, seconds=seconds) as change:
         if replace(change.manifest, code_version="") != replace(before, code_version=""):
             raise StoreError(
                 f"{store.path}: was changed while {plan.name} was trained on it; nothing was "

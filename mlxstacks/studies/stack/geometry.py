@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxstacks.errors import InputError
 from mlxstacks.layers.nullspace import right_singular_vectors
 from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.spectrum import Block, Spectrum, blocks_of, spectrum_of
@@ -211,6 +212,54 @@ def cosines_json(directions: Mapping[str, Directions], k: int) -> dict[str, Any]
             for name in by_name(c.path for c in pairs)
         },
     }
+
+
+def path_at(paths: Iterable[str], layer: int, projection: str) -> str:
+    """The one path of a projection, given by a suffix, in a layer.
+
+    Raises: InputError: none, or several.
+    """
+    there = [path for path in paths if re.search(rf"(?:^|\.)layers\.{layer}\.", path)]
+    found = [path for path in there if f".{path}".endswith(f".{projection}")]
+    if len(found) != 1:
+        names = ", ".join(sorted(by_name(found or there))) or "none"
+        raise InputError(
+            f"layer {layer}: {'several' if found else 'no'} projections named {projection} with "
+            f"stacks; there are: {names}"
+        )
+    return found[0]
+
+
+def plane_json(directions: Mapping[str, Directions], path: str) -> dict[str, Any]:
+    """The plane that holds most of the squared lengths of domains' directions at a path.
+
+    points: of each domain, where its directions lie there, the strongest first; a direction has no
+    sign, so x is not negative. inside: the share of all squared lengths in the plane;
+    inside_chance: that of as many random directions, on average.
+    """
+    there = {d: of[path] for d, of in directions.items() if path in of and of[path].shape[1]}
+    if not there:
+        return {"points": {}, "inside": None, "inside_chance": None}
+    frames = list(there.values())
+    rng = np.random.default_rng(0)
+    plane, inside = _plane(frames)
+    chance = [
+        _plane([np.linalg.qr(rng.standard_normal(frame.shape))[0] for frame in frames])[1]
+        for _ in range(CHANCE_DRAWS)
+    ]
+    points = {domain: frame.T @ plane for domain, frame in there.items()}
+    return {
+        "points": {d: np.where(p[:, :1] < 0, -p, p).tolist() for d, p in points.items()},
+        "inside": inside,
+        "inside_chance": fmean(chance),
+    }
+
+
+def _plane(frames: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+    rows = np.concatenate(frames, axis=1).T
+    vectors, values = right_singular_vectors(rows, len(rows))
+    plane = np.pad(vectors[:, :2], ((0, 0), (0, max(0, 2 - len(values)))))
+    return plane, float(np.sum(values[:2] ** 2) / len(rows))
 
 
 def _means(pairs: Sequence[Cosine]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class _StackRun:
         self.is_main = size_and_rank(group)[1] == 0
         self.progress, self.started = progress, started
         self.before: MatrixRow = {}
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # by stage, of the domain that comes next
         self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
         if not self.is_main:
             silence_stdout()
@@ -275,7 +275,9 @@ class _StackRun:
                 "trained_on": {stack.name: stack.file.sha256 for stack in earlier},
             })  # fmt: skip
         wait_for_all(self.group)
+        stages, self.seconds = self.seconds, {}
         bases = self._bases(work, plan)
+        stages["directions"] = time.monotonic() - start
         self._say(0, f"{plan.name}, the first step")
         checkpoints = RoundCheckpoints(
             self.setup, work, plan, self.is_main, self._say, self.metrics
@@ -293,21 +295,28 @@ class _StackRun:
                 "broken row) and run again with --no-resume: domains in the store stay"
             ) from error
         seconds = time.monotonic() - start
+        stages["training"] = seconds - stages["directions"]
         projections = len(self.setup.targets_of(plan.settings))
         details = round_details(
             result.records, bases, projections, seconds, checkpoints.resumed_from
         )
-        retrained = self._retrained(work, result, seconds) if self.retrain is not None else None
+        retrained = self._retrained(work, result) if self.retrain is not None else None
         if retrained is not None:
-            details["stage_seconds"] = retrained.seconds
+            stages["after"] = time.monotonic() - start - seconds
         if self.is_main and self.settings.sample_prompts:
             self._say(1, f"answers after {plan.name}")
             served = [*self.setup.served, result.served]
+            begun = time.monotonic()
             details["samples"] = answered_samples(self.setup, served, self.settings.sample_prompts)
+            stages["answers"] = time.monotonic() - begun
+        details["stage_seconds"] = {stage: round(value, 3) for stage, value in stages.items()}
         self.domains[plan.name] |= details
         if self.is_main:
             work.set_details({**work.details, plan.name: details})
-            commit_domain(self.setup, self.target, work, plan, result, bases, retrained)
+            commit_domain(
+                self.setup, self.target, work, plan, result, bases, details["stage_seconds"],
+                retrained,
+            )  # fmt: skip
         wait_for_all(self.group)
         store = store or Store.open(self.target)
         store.refresh()
@@ -318,7 +327,7 @@ class _StackRun:
         self.domains_done += 1
         return result
 
-    def _retrained(self, work: StackWork, result: DomainResult, seconds: float) -> Retrained:
+    def _retrained(self, work: StackWork, result: DomainResult) -> Retrained:
         """Later domains back on top of a domain that was trained again, and every loss now.
 
         Raises: InputError where training gained nothing: the store keeps what it has.
@@ -332,7 +341,6 @@ class _StackRun:
                 f"domain {name}: training it again gained nothing, so the store keeps the stacks "
                 "that it has; give more rows, --iters or another --learning-rate"
             )
-        start = time.monotonic()
         place = [domain.name for domain in store.manifest.domains].index(name)
         later = serve_domains(
             self.model, store, store.manifest.domains[place + 1 :], self.setup.latent
@@ -342,9 +350,7 @@ class _StackRun:
             self.model, served, self.losses, [*dict.fromkeys(["prefix", *self.settings.modes])],
             self.setup.served_dtype, lambda mode, d, loss: self._say(1, f"{mode} loss of {d}"),
         )  # fmt: skip
-        stages = {**self.seconds, "training": seconds, "after": time.monotonic() - start}
-        stages = {stage: round(value, 3) for stage, value in stages.items()}
-        return Retrained(served, self.before, row, self.moved_above, stages)
+        return Retrained(served, self.before, row, self.moved_above)
 
     def _bases(self, work: StackWork, plan: DomainPlan) -> Bases:
         """The directions to keep out of, from the work directory or found now."""

@@ -254,8 +254,17 @@ def test_exhaustive_reports_the_gap_of_greedy(
     assert all(len(outcome.losses) == 8 for outcome in outcomes)
     assert report.data["greedy_gap"]["nats"]["mean"] >= 0
     assert len(report.table("greedy")) == 4
+    grid = report.data["grid"]
+    assert [*grid] == [
+        "alpha", "beta", "chat", "alpha+beta", "alpha+chat", "beta+chat", "alpha+beta+chat"
+    ]  # fmt: skip
+    gains = [o.base_loss - o.losses["alpha+chat"] for o in outcomes if o.label == ("beta",)]
+    assert grid["alpha+chat"]["beta"]["mean"] == pytest.approx(sum(gains) / len(gains))
+    table = report.table("grid").set_index("set")
+    assert table["beta"]["alpha+chat"] == grid["alpha+chat"]["beta"]["mean"]
     greedy = run(settings_for(places, tmp_path / "greedy"))
     assert greedy.data["greedy_gap"] is None
+    assert "grid" not in greedy.data
     mean = [sum(o["best_loss"] for o in one.data["oracle"]) for one in (report, greedy)]
     assert mean[0] <= mean[1] + 1e-6
 

@@ -104,6 +104,39 @@ def test_cosines_of_the_result_are_those_of_dense_deltas(place: Path, result: Re
     assert table["pairs"] == len(domains)
 
 
+def test_directions_of_one_projection_are_drawn_in_one_plane(place: Path, tmp_path: Path) -> None:
+    """The principal directions (Figure 1 of Brainstacks): every angle in the plane is NumPy's."""
+    picked = {"layer": 1, "projection": "q_proj", "directions": 2}
+    out = settings_of(place, tmp_path / "out", plots=False, **picked)
+    found = run(out)
+    planes = found.data["geometry"]["planes"]
+    assert planes["path"].endswith("layers.1.self_attn.q_proj")
+    store, frames = Store.open(place / "store"), []
+    for domain in ("zeta", "alpha"):
+        blocks = []
+        for record in (r for r in store.enabled_stacks() if r.domain == domain):
+            part = parts_of(store.read_stack(record))[planes["path"]]
+            a, b = np.array(part.lora_a, np.float64), np.array(part.lora_b, np.float64)
+            blocks += [part.shape.scale * b[e] @ a[e] for e in range(4)]
+        frames.append(np.linalg.svd(np.concatenate(blocks, axis=1))[0][:, :2])
+    _, values, right = np.linalg.svd(np.concatenate(frames, axis=1))
+    points = np.concatenate([planes["weights"]["points"][d] for d in ("zeta", "alpha")])
+    assert np.abs(points) == pytest.approx(np.abs(values[:2, None] * right[:2]).T, abs=1e-6)
+    assert (points[:, 0] >= 0).all()
+    assert planes["weights"]["inside"] == pytest.approx(np.sum(values[:2] ** 2) / 4)
+    assert 0.5 <= planes["weights"]["inside_chance"] < 1
+    plots = {block.id: block for block in found.blocks if isinstance(block, Plot)}
+    assert [s.label for s in plots["plane-data"].series] == ["zeta", "alpha"]
+    assert plots["plane-weights"].series[0].x[::2] == (0, 0)
+    assert "zeta, alpha" in plots["plane-weights"].alt
+    for wrong, words in (
+        ({"projection": None}, "give both"), ({"layer": 0}, "there are: linear_attn.in_proj_z"),
+        ({"projection": "down_proj"}, "several projections"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            run(settings_of(place, tmp_path / "no", weights_only=True, **picked | wrong))
+
+
 def test_spectra_of_the_result_are_those_of_dense_deltas(place: Path, result: Result) -> None:
     store = Store.open(place / "store")
     record = store.stack_named("alpha-r1")

@@ -88,8 +88,10 @@ def test_one_domain_is_replaced_later_ones_are_marked_and_undo_takes_it_back(
     assert mark.moved
     assert any("beta was trained before alpha was trained again" in n for n in result.notes)
     seconds = result.data["domains"]["alpha"]["stage_seconds"]
-    assert seconds.keys() == {"before", "training", "after"}
+    assert seconds.keys() == {"before", "directions", "training", "after"}
     assert [e["seconds"] for e in log_of(store.path) if e["event"] == "retrained"] == [seconds]
+    trained = [{*e["seconds"]} for e in log_of(whole.path) if e["event"] == "trained"]
+    assert trained == [{"directions", "training"}] * 2
     # undone, it is what it was; undone again, what it became
     undo = StacksUndoSettings(store_path=str(store.path))
     assert undo_change(undo, dry_run=True).status == "planned"
