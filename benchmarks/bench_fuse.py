@@ -2,9 +2,12 @@
 
     python -m benchmarks.bench_fuse speed [--rounds 5]     whole processes, taking turns
         [--work DIR]  on another file system, one with copy-on-write clones for one
+        [--modules 12]  an adapter on more of the experts' projections than three
+        [--model DIR --adapter-path DIR]  of your own instead
     python -m benchmarks.bench_fuse memory [--rank 108]    peak memory with an adapter of 3 GB,
         [--layout parameters --rank 139]  in mlx-lm's format or one of PEFT's
         [--to gguf]  converted instead
+        [--adapter-path DIR]  of your own, for the model in --work
     python -m benchmarks.bench_fuse fidelity               bits x delta x policy
 
 The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
@@ -164,9 +167,13 @@ def _write_adapter_config(directory: Path, rank: int, keys: list[str]) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def memory(work: Path, rank: int, layout: str, to: str | None) -> dict[str, Any]:
-    """Peak memory of a fuse with an adapter on all experts, or of its conversion."""
-    model, adapter = work / "model", work / f"adapter-{layout}-{rank}"
+def memory(
+    work: Path, rank: int, layout: str, to: str | None, given: Path | None
+) -> dict[str, Any]:
+    """Peak memory of a fuse with an adapter on all experts (or another given one), or of its
+    conversion.
+    """
+    model, adapter = work / "model", given or work / f"adapter-{layout}-{rank}"
     if not model.exists():
         write_big_model(model)
     if not adapter.exists():
@@ -180,11 +187,11 @@ def memory(work: Path, rank: int, layout: str, to: str | None) -> dict[str, Any]
     return {"adapter_bytes": sum(f.stat().st_size for f in adapter.iterdir()), **cost.__dict__}
 
 
-def write_big_adapter(directory: Path) -> None:
-    """Rank 2 on three `switch_mlp.down_proj`; deltas of about a tenth of a step."""
+def write_big_adapter(directory: Path, modules: int) -> None:
+    """Rank 2 on so many `switch_mlp.down_proj`; deltas of about a tenth of a step."""
     random = np.random.default_rng(0)
     tensors, keys = {}, []
-    for layer in TOUCHED_LAYERS:
+    for layer in TOUCHED_LAYERS if modules == len(TOUCHED_LAYERS) else range(modules):
         path = f"language_model.model.layers.{layer}.mlp.switch_mlp.down_proj"
         keys.append(path)
         a = random.standard_normal((128, 2, 512)).astype(np.float32)
@@ -195,12 +202,16 @@ def write_big_adapter(directory: Path) -> None:
     _write_adapter_config(directory, 2, keys)
 
 
-def speed(work: Path, rounds: int) -> dict[str, Any]:
-    """Wall time, peak memory and bytes written, with ratios to mlx_lm.fuse of the same round."""
-    model, adapter = work / "model", work / "adapter"
+def speed(work: Path, rounds: int, modules: int, given: tuple[Path, Path] | None) -> dict[str, Any]:
+    """Time, peak memory and bytes written, with ratios to mlx_lm.fuse of the same round.
+
+    given: a model and an adapter, instead of the benchmark's on so many modules.
+    """
+    model, adapter = given or (work / "model", work / f"adapter-{modules}")
     if not model.exists():
         write_big_model(model)
-        write_big_adapter(adapter)
+    if not adapter.exists():
+        write_big_adapter(adapter, modules)
     written: dict[str, int] = {}
     compared = False
     common = ["--model", str(model), "--adapter-path", str(adapter), "--save-path"]
@@ -253,6 +264,8 @@ def _speed_row(costs: dict[str, list[Cost]], name: str, written: int) -> dict[st
     return {
         "wall_seconds": spread([c.wall_seconds for c in own]).__dict__,
         "time_ratio": spread([a.wall_seconds / b.wall_seconds for a, b in pairs]).__dict__,
+        "cpu_seconds": spread([c.cpu_seconds for c in own]).__dict__,
+        "cpu_ratio": spread([a.cpu_seconds / b.cpu_seconds for a, b in pairs]).__dict__,
         "peak_bytes": max(c.peak_bytes for c in own),
         "memory_ratio": spread([a.peak_bytes / b.peak_bytes for a, b in pairs]).__dict__,
         "written_bytes": written,
@@ -261,12 +274,15 @@ def _speed_row(costs: dict[str, list[Cost]], name: str, written: int) -> dict[st
 
 def print_speed(result: dict[str, Any]) -> None:
     """The table as Markdown."""
-    print("| process | wall s (p20 to p80) | ratio | peak MB | ratio | written MB |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| process | wall s (p20 to p80) | ratio | CPU s | ratio | peak MB | ratio | written MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name, row in result["rows"].items():
-        wall, ratio, memory = row["wall_seconds"], row["time_ratio"], row["memory_ratio"]
-        print(f"| {name} | {wall['median']:.2f} ({wall['p20']:.2f} to {wall['p80']:.2f}) "
-              f"| {ratio['median']:.3f} ({ratio['p20']:.3f} to {ratio['p80']:.3f}) "
+        memory = row["memory_ratio"]
+        times = [row[kind] for kind in ("wall_seconds", "time_ratio", "cpu_seconds", "cpu_ratio")]
+        cells = [f"{t['median']:.3g} ({t['p20']:.3g} to {t['p80']:.3g})" for t in times]
+        print(f"| {name} | {' | '.join(cells)} "
               f"| {row['peak_bytes'] / 1e6:.0f} | {memory['median']:.3f} "
               f"| {row['written_bytes'] / 1e6:.0f} |")  # fmt: skip
 
@@ -352,15 +368,19 @@ def main() -> None:
     parser.add_argument("--to", help="format to which `memory` converts the adapter")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, help="keep the model there; default: a temporary one")
+    parser.add_argument("--modules", type=int, choices=range(1, LAYERS + 1), default=3)
+    parser.add_argument("--model", type=Path, help="of `speed`, with --adapter-path")
+    parser.add_argument("--adapter-path", type=Path)
     options = parser.parse_args()
     mx.set_default_device(mx.cpu)
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         if options.what == "speed":
-            result: Any = speed(work, options.rounds)
+            given = options.model and (options.model, options.adapter_path)
+            result: Any = speed(work, options.rounds, options.modules, given)
             print_speed(result)
         elif options.what == "memory":
-            result = memory(work, options.rank, options.layout, options.to)
+            result = memory(work, options.rank, options.layout, options.to, options.adapter_path)
         else:
             result = fidelity_table(work)
             print_fidelity(result)

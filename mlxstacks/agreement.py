@@ -21,7 +21,7 @@ import numpy as np
 
 from mlxstacks import base_model
 from mlxstacks.data.chat import prompt_tokens
-from mlxstacks.data.encode import text_tokens
+from mlxstacks.data.encode import RowNotes, text_tokens
 from mlxstacks.data.examples import as_messages
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError, NonFiniteModelError
@@ -112,24 +112,38 @@ def read_passages(
     most_tokens: int,
     rendering: Rendering = PLAIN,
     advance: Advance | None = None,
+    notes: list[str] | None = None,
+    command: str = "",
 ) -> tuple[Passage, ...]:
     """Passages of rows with `text`, or with `prompt` or `messages`, which the model answers in at
-    most `answer_tokens`. most_tokens: of a text or of a prompt, the first ones.
+    most `answer_tokens`. most_tokens: of a text or of a prompt, the first ones. notes: takes what a
+    reader should know of the rows. command: that has the options which these name, if another one.
 
     Raises: InputError: a row has neither, or is empty; nothing is left to predict.
     """
     check_records(records)
-    passages = []
+    passages, rows, cut = [], RowNotes(tokenizer, rendering), 0
     for number, record in enumerate(records, 1):
-        if (chat := _asked(record)) is not None:
-            prompt = tuple(prompt_tokens(chat, tokenizer, rendering, most_tokens))
+        chat, limit = _asked(record), most_tokens + 1  # one more says that a row is longer
+        if chat is not None:
+            tokens = prompt_tokens(chat, tokenizer, rendering, limit)
+            prompt = tuple(tokens[:most_tokens])
             answer = base_model.greedy_tokens(model, tokenizer, prompt, answer_tokens)
             passages.append(Passage((*prompt, *answer), len(prompt), "answer"))
         else:
-            tokens = tuple(text_tokens(record["text"], tokenizer, rendering, most_tokens))
-            passages.append(Passage(tokens, 1, "text"))
+            tokens = text_tokens(record["text"], tokenizer, rendering, limit)
+            passages.append(Passage(tuple(tokens[:most_tokens]), 1, "text"))
+        cut += len(tokens) > most_tokens
+        rows.add({"messages": chat} if chat is not None else {"text": record["text"]})
         if advance:
             advance(number, len(records))
+    if notes is not None:
+        notes += rows.lines(command)
+        if cut:
+            notes.append(
+                f"{cut:,} of {len(records):,} rows were cut to {most_tokens:,} tokens; "
+                f"{command}--max-tokens changes that."
+            )
     passages = [passage for passage in passages if passage.positions > 0]
     if not passages:
         raise InputError("no row leaves a token to predict; give longer texts")

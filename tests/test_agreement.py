@@ -148,3 +148,24 @@ def test_nan_is_named(tmp_path: Path) -> None:
     model.update({"model": {"norm": {"weight": mx.full((128,), float("nan"))}}})
     with pytest.raises(NonFiniteModelError, match="passage 1"):
         refer(model, [Passage((1, 2, 3), 1, "text")])
+
+
+def test_rows_that_are_cut_or_of_another_template_are_noted(
+    nano: tuple[Any, Any, tuple[Passage, ...]],
+) -> None:
+    model, tokenizer, _ = nano
+    rows = [
+        {"text": "A red boat. " * 9},
+        {"messages": [{"role": "human", "content": "Hi."}]},
+        {"text": "<start_of_turn>user"},
+    ]
+    notes = list[str]()
+    size = {"answer_tokens": 1, "most_tokens": 24}
+    long, *_ = read_passages(rows, model, tokenizer, **size, notes=notes, command="compare ")
+    assert len(long.tokens) == 24
+    role, marker, cut = notes
+    assert role.startswith("1 row with the role 'human', which the chat template does not name")
+    assert marker.startswith("1 row with markers of another chat template (<start_of_turn>)")
+    assert cut == "1 of 3 rows were cut to 24 tokens; compare --max-tokens changes that."
+    read_passages(ROWS, model, tokenizer, **size, notes=(none := []))
+    assert none == []

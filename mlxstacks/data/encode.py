@@ -27,6 +27,7 @@ from mlxstacks.data.settings import DomainDataSettings, SourceSettings, Template
 from mlxstacks.data.special_text import (
     check_ids,
     encode_text,
+    foreign_markers,
     reasoning_tags,
     special_literals,
     special_tokens,
@@ -215,6 +216,8 @@ class RowNotes:
         self._tokenizer, self._rendering = tokenizer, rendering
         self._special = self._with_reasoning = self._without = self._by_key = 0
         self._literals: dict[str, None] = {}
+        self._foreign: Counter[str] = Counter()
+        self._with_foreign = 0
         self._roles: Counter[str] = Counter()
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -230,13 +233,16 @@ class RowNotes:
         if len(literals) > blocks * tags:
             self._special += 1
             self._literals |= dict.fromkeys(literals)
+        foreign = {x for text in strings_of(record) for x in foreign_markers(text, tokenizer)}
+        self._with_foreign += bool(foreign)
+        self._foreign.update(foreign)
         self._with_reasoning += any(thoughts)
         self._without += bool(answers) and not any(thoughts)
         self._by_key += any(turn.get(key) for turn in answers for key in REASONING_KEYS)
         self._roles.update({turn["role"] for turn in turns})
 
-    def lines(self) -> list[str]:
-        """Sentences, none where rows and settings agree."""
+    def lines(self, command: str = "") -> list[str]:
+        """Sentences, none where rows and settings agree. command: before the options they name."""
         mode, source = self._rendering.thinking, template_text(self._tokenizer)
         lines = [
             f"{_rows(count)} with the role {role!r}, which the chat template does not name: it is "
@@ -248,7 +254,13 @@ class RowNotes:
             shown = ", ".join(list(self._literals)[:3])
             lines.append(
                 f"{_rows(self._special)} with text of special tokens ({shown}), which was read as "
-                "plain text; with --allow-special they are tokens."
+                f"plain text; with {command}--allow-special they are tokens."
+            )
+        if self._with_foreign:
+            shown = ", ".join(marker for marker, _ in self._foreign.most_common(3))
+            lines.append(
+                f"{_rows(self._with_foreign)} with markers of another chat template ({shown}), "
+                "which are plain text to this model: write such rows as messages."
             )
         if self._with_reasoning and mode == "off":
             lines.append(

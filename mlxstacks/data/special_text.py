@@ -90,6 +90,14 @@ def special_literals(text: str, tokenizer: Any) -> list[str]:
     return _literals(tokenizer).inside(text)
 
 
+def foreign_markers(text: str, tokenizer: Any) -> list[str]:
+    """The markers of chat templates in a text that are no special tokens of this tokenizer."""
+    anywhere, _, _, first, _ = _marker_patterns(())
+    if not any(character in text for character in first):
+        return []
+    return [m for m in anywhere.findall(text) if m not in _literals(tokenizer).literals]
+
+
 def free_marks(texts: Sequence[str], count: int) -> list[str]:
     """So many characters that occur in none of the texts, not even as escapes of JSON."""
     joined = "\n".join(texts)

@@ -79,7 +79,7 @@ def load_any_adapter(
     """An adapter in any format, in mlx-lm's terms. path: its directory, or a GGUF file.
 
     peft_layout: only for PEFT directories. model: for those (`read_peft`) and GGUF (`read_gguf`).
-    dora: the caller knows what to do with magnitudes. stream: see `read_adapter`; not GGUF.
+    dora: the caller knows what to do with magnitudes. stream: see `read_adapter`.
 
     Raises: AdapterError naming what is in the directory instead, or every problem of the adapter;
         one of DoRA where that is not wanted.
@@ -103,7 +103,7 @@ def _load_adapter(
     except OSError as error:
         raise AdapterError(f"{str(path)[:200]!a}: cannot be opened: {error.strerror}") from None
     if directory.suffix == ".gguf" and not is_there and directory.exists():
-        return read_gguf(directory, model)
+        return read_gguf(directory, model, stream)
     if not is_there:
         what = "a file" if directory.exists() else "not there"
         raise AdapterError(f"{directory}: {what}; give the adapter's directory")
@@ -112,7 +112,7 @@ def _load_adapter(
     if (directory / PEFT_WEIGHTS).exists():
         return read_peft(directory, peft_layout, model, stream)
     if len(files := sorted(directory.glob("*.gguf"))) == 1:
-        return read_gguf(files[0], model)
+        return read_gguf(files[0], model, stream)
     if files:
         names = ", ".join(file.name for file in files[:4])
         raise AdapterError(f"{directory}: {len(files)} GGUF files; give one of them: {names}")

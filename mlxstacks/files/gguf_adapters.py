@@ -17,7 +17,8 @@ The file says neither mlx-lm's names nor the order: the base has to be at hand, 
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from mlxstacks.files.lora_modules import (
     FLOAT_DTYPES,
     Adapter,
     LoraModule,
+    StreamedModules,
     common_rank_and_scale,
     first_non_finite,
     is_finite_number,
@@ -39,10 +41,10 @@ from mlxstacks.files.lora_modules import (
     padded,
     raise_problems,
     rescaled,
-    unified,
 )
 from mlxstacks.files.outputs import staged_directory
 from mlxstacks.files.peft_layout import SWITCH, is_embedding_name, to_hub
+from mlxstacks.files.shards import file_identity
 from mlxstacks.files.stored_weight import module_paths
 from mlxstacks.ops.affine import Array, from_storage
 
@@ -265,8 +267,9 @@ def _from_gguf(path: str, module: LoraModule, base: _Base) -> LoraModule:
     return LoraModule(path, a, b, module.dtype, module.scale)
 
 
-def read_gguf(path: str | Path, model: Checkpoint | None) -> Adapter:
-    """A GGUF LoRA as an mlx-lm adapter. model: the MLX checkpoint that it belongs to.
+def read_gguf(path: str | Path, model: Checkpoint | None, stream: bool = False) -> Adapter:
+    """A GGUF LoRA as an mlx-lm adapter. model: the MLX checkpoint that it belongs to. stream: check
+    every module now, hold one at a time, and read each again when it is asked for.
 
     Float tensors keep their bits, quantized ones become float32. The scale is the shortest decimal
     of the float32 `alpha / rank`; alpha 0 or none means 1, as to llama.cpp.
@@ -276,7 +279,7 @@ def read_gguf(path: str | Path, model: Checkpoint | None) -> Adapter:
     """
     path = Path(path)
     try:
-        file = open_gguf(path)
+        file, identity = open_gguf(path), file_identity(path)
         kinds = [file.value("general.type", str, ""), file.value("adapter.type", str, "")]
         architecture = file.value("general.architecture", str, "")
         alpha = file.value("adapter.lora.alpha", float, 0.0)
@@ -306,22 +309,40 @@ def read_gguf(path: str | Path, model: Checkpoint | None) -> Adapter:
         else:
             problems.append(f"{name}: not a LoRA tensor; a GGUF adapter has .lora_a and .lora_b")
     paths = {name: module for module, name in base.names.items()}
-    modules = []
-    for name, pair in pairs.items():
+
+    def read(name: str, problems: list[str]) -> LoraModule | None:
         if name not in paths:
             problems.append(f"{name}: no such tensor in {base.directory}")
-        elif (stored := _read_pair(file, name, pair, alpha, problems)) is not None:
+        elif (stored := _read_pair(file, name, pairs[name], alpha, problems)) is not None:
             try:
-                modules.append(_from_gguf(paths[name], stored, base))
+                return _from_gguf(paths[name], stored, base)
             except AdapterError as error:
                 problems.append(str(error))
+        return None
+
+    def outline(name: str) -> LoraModule | None:
+        """The module's shapes without its numbers, which are gone before the next are read."""
+        if (module := read(name, problems)) is None:
+            return None
+        a, b = (np.broadcast_to(x.dtype.type(0), x.shape) for x in (module.lora_a, module.lora_b))
+        return replace(module, lora_a=a, lora_b=b)
+
+    outlines = {name: module for name in pairs if (module := outline(name)) is not None}
     raise_problems(path, problems)
-    if not modules:
+    if not outlines:
         raise AdapterError(f"{path}: holds no LoRA tensors")
+    rank, scale = common_rank_and_scale(outlines.values())
+
+    def reread(name: str) -> LoraModule | None:
+        module = read(name, [])
+        return None if module is None else rescaled(padded(module, rank), scale)
+
+    readers = {module.path: partial(reread, name) for name, module in outlines.items()}
+    modules: Mapping[str, LoraModule] = StreamedModules(path, identity, readers)
     marks = (file.fields.get(key) for key in (_BASE_NAME_KEY, FINGERPRINT_KEY))
     base_name, fingerprint = (mark if isinstance(mark, str) else None for mark in marks)
-    by_path = unified(modules)
-    return Adapter(path, mlx_config(by_path, base_name, fingerprint), by_path, {})
+    config = mlx_config(modules, base_name, fingerprint)
+    return Adapter(path, config, modules if stream else dict(modules), {})
 
 
 def _read_pair(

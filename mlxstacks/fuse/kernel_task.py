@@ -1,10 +1,10 @@
-"""A task of a fuse by the requant kernel: packed rows in, packed rows and their sums out.
+"""A task of a fuse by the requant or dequant kernel: packed rows in, new rows and their sums out.
 
 The same bytes as `module.run_task` makes with NumPy, and the same sums up to their order. Where the
-CPU's product has the bits of the kernel's own, the kernel takes the low-rank pair and multiplies it
-in registers; elsewhere, and for refit, which promises mlx-lm's product, the delta comes from
-`delta.py`. Tasks run in the thread that made MLX's stream, one after another: a task is a bounded
-piece of a module already.
+CPU's product has the bits of the kernel's own, requant takes the low-rank pair and multiplies it in
+registers; elsewhere, for refit, which promises mlx-lm's product, and for dequant, whose values it
+is added to, the delta comes from `delta.py`. Tasks run in the thread that made MLX's stream, one
+after another: a task is a bounded piece of a module already.
 
 A device is not taken at its word: the first task of every module is done by NumPy as well, and the
 kernel has the module only where the bytes are the same.
@@ -32,6 +32,7 @@ from mlxstacks.fuse.module import (
 )
 from mlxstacks.ops import kernels
 from mlxstacks.ops.affine import GROUP_SIZES, Array, from_storage, unpack
+from mlxstacks.ops.dequant import dequant
 from mlxstacks.ops.policies import POLICIES, Groups
 from mlxstacks.ops.requant import SUM_NAMES, Requantized, requant
 from mlxstacks.ops.requant_arguments import MOST_RANKS
@@ -65,7 +66,9 @@ def _refusal(module: Module, decisions: dict[int, Decision]) -> str | None:
     for decision in decisions.values():
         if decision.on_device:
             return "--device-parity asks for the device's own mx.quantize"
-        if decision.policy not in POLICIES:
+        if decision.policy == "dequantize" and len(decisions) > 1:
+            return "the kernel dequantizes for one adapter"
+        if decision.policy not in {*POLICIES, "dequantize"}:
             return f"the kernel has no policy {decision.policy}"
     return None
 
@@ -80,7 +83,7 @@ def takes_pair(module: Module, decisions: dict[int, Decision]) -> bool:
     ((stage, match),) = module.stages.items()
     pair, policy = match.module, decisions[stage].policy
     # The refit inside nearest adds mlx-lm's product in half precision.
-    by_product = policy == "refit" or (policy == "nearest" and pair.dtype != "F32")
+    by_product = policy in ("refit", "dequantize") or (policy == "nearest" and pair.dtype != "F32")
     if by_product or pair.rank > MOST_RANKS:
         return False
     shapes = pair.lora_a.shape, pair.lora_b.shape
@@ -115,6 +118,8 @@ def run_kernel_task(task: Task) -> Done:
     """Read, change, measure and pack the rows of a task; raises what `module.run_task` raises."""
     module = task.module
     state, bits = _read(module, task.first, task.last), module.stored.bits
+    if any(decision.policy == "dequantize" for decision, _, _ in task.stages.values()):
+        return _dequantized(task, state)
     first = state
     assert bits is not None
     sums = {}
@@ -133,6 +138,45 @@ def run_kernel_task(task: Task) -> Done:
         before = _groups(module, first, module.stored.bits)
         sums[ALL_STAGES] = measure_together(before, _groups(module, state, bits), inputs)
     return Done((task.last - task.first) * module.stored.input_dims, _encode(module, state), sums)
+
+
+def _dequantized(task: Task, state: tuple[mx.array, mx.array, mx.array]) -> Done:
+    """A task whose only stage writes plain values."""
+    ((stage, (_, delta, _)),) = task.stages.items()
+    stored, dtype = task.module.stored, task.module.dtype
+    assert stored.group_size is not None
+    assert stored.bits is not None
+    packed, *columns = state
+    old, plain = (
+        dequant(packed, *numbers, group_size=stored.group_size, bits=stored.bits)
+        for numbers in ([column.astype(mx.float32) for column in columns], columns)
+    )  # what a quantized matmul multiplies, and that in the dtype of the scales
+    change = mx.array(delta)
+    values = (plain.astype(mx.float32) + change).astype(plain.dtype)
+    fused, drift = values.astype(mx.float32) - old, plain.astype(mx.float32) - old
+    pairs = {
+        "delta_delta": (change, change),
+        "fused_delta": (fused, change),
+        "error_error": (fused - change, fused - change),
+        "fused_fused": (fused, fused),
+        "weight_weight": (old, old),
+        "zero_zero": (drift, drift),
+    }
+    rows = mx.stack([(first * second).sum(axis=1) for first, second in pairs.values()])
+    steps = np.array(mx.abs(columns[0].astype(mx.float32)))
+    found = dict(zip(pairs, np.array(rows).sum(axis=1, dtype=np.float64).tolist(), strict=True))
+    sums = Sums(
+        **found,
+        weights=delta.size,
+        codes=delta.size,
+        groups=steps.size,
+        step_sum=float(steps.sum(dtype=np.float64)),
+        delta_delta_on_grid=found["delta_delta"],
+    )
+    check_delta(task.module.path, sums)
+    raw = np.array(values.view(mx.uint16) if dtype == "BF16" else values)
+    check_range(stored.weight, from_storage(raw, dtype), dtype)
+    return Done(delta.size, {stored.weight.name: raw}, {stage: sums})
 
 
 def _groups(module: Module, state: tuple[mx.array, mx.array, mx.array], bits: int | None) -> Groups:

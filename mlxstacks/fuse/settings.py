@@ -99,7 +99,7 @@ class FuseSettings(Settings):
     )
     kernels: bool = Field(
         True,
-        description="Requantize with GPU kernels where they run and give the same bytes as NumPy.",
+        description="Fuse with GPU kernels where they run and give the same bytes as NumPy.",
     )
     copy_shards: bool = Field(
         False,

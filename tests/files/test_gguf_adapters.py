@@ -3,6 +3,7 @@
 Run: pytest tests/files/test_gguf_adapters.py
 """
 
+import shutil
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,33 @@ def test_a_conversion_holds_one_module_at_a_time(
     finally:
         tracemalloc.stop()
     assert peak < 2.5 * most < written.weight_bytes / 3
+
+
+def test_a_streamed_adapter_holds_one_module_at_a_time(
+    models: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """And gives the modules of one in memory, and is refused where its file has changed."""
+    model, adapter = models["llama"][0], tmp_path / "wide"
+    checkpoint = open_checkpoint(model)
+    random_adapter(model, rank=4096, directory=adapter)
+    write_gguf(read_adapter(adapter), tmp_path / "out", checkpoint)
+    whole, sizes = load_any_adapter(tmp_path / "out", model=checkpoint), list[int]()
+    tracemalloc.start()
+    try:
+        streamed = load_any_adapter(tmp_path / "out", model=checkpoint, stream=True)
+        for match in match_adapter(streamed, checkpoint):
+            sizes.append(match.module.lora_a.nbytes + match.module.lora_b.nbytes)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * max(sizes) < sum(sizes) / 3
+    assert_same(streamed, whole)
+    assert streamed.config == whole.config
+    file = tmp_path / "out" / "adapter.gguf"
+    shutil.copyfile(file, tmp_path / "new")
+    (tmp_path / "new").replace(file)
+    with pytest.raises(AdapterError, match=r"adapter\.gguf: was changed"):
+        streamed.modules[next(iter(streamed.modules))]
 
 
 def test_a_disk_that_becomes_full_leaves_nothing(

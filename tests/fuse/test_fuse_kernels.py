@@ -137,6 +137,30 @@ def test_files_and_figures_are_those_of_numpy(
     assert by_numpy["kernels"] is None
 
 
+@pytest.mark.parametrize(
+    ("bits", "dtype", "lora_dtype", "zero_delta"),
+    [
+        (3, "bfloat16", "float32", False),
+        (4, "float16", "bfloat16", False),
+        (6, "float32", "float32", True),
+    ],
+)
+def test_dequantize_by_its_kernel_is_that_of_numpy(
+    launches: list[str],
+    tmp_path: Path,
+    bits: int,
+    dtype: str,
+    lora_dtype: str,
+    zero_delta: bool,
+) -> None:
+    model = write_qwen_moe(tmp_path / "model", bits=bits, dtype=dtype)
+    adapter = random_adapter(model, [DOWN, "mlp.gate"], rank=2, std=0.02, dtype=lora_dtype)
+    report = by_both(model, adapter, tmp_path, requant="dequantize", zero_delta=zero_delta)
+    assert set(launches) == {"dequantize"}
+    assert report.total is not None
+    assert (report.total.artifact == 0.0) == (dtype == "float32")
+
+
 @pytest.mark.parametrize("requant", ["refit", "auto"])
 def test_zero_delta_is_that_of_numpy(
     launches: list[str], model: Path, adapter: Path, tmp_path: Path, requant: str
@@ -195,16 +219,16 @@ def test_two_stages_and_rows_in_pieces_are_those_of_numpy(
 def test_modules_that_the_kernel_cannot_take_go_by_numpy(
     launches: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plain modules and `dequantize`; the others of the same fuse take the kernel."""
+    """Plain modules, `shift`, several adapters; the others of the same fuse take the kernel."""
     caplog.set_level("INFO", "mlxstacks")
     model = write_llama(tmp_path / "model", bits=4, unquantized=("q_proj",))
     adapter = random_adapter(model, ["self_attn.q_proj", "mlp.down_proj"], std=0.02)
     by_both(model, adapter, tmp_path, requant="keep")
     assert set(launches) == {"keep"}
     assert "q_proj is fused by NumPy: it is not quantized" in caplog.text
-    report = fuse(model, adapter, tmp_path / "plain", requant="dequantize")
+    report = fuse(model, [adapter, adapter], tmp_path / "plain", requant="dequantize")
     assert report.kernels is None
-    assert "the kernel has no policy dequantize" in caplog.text
+    assert "the kernel dequantizes for one adapter" in caplog.text
     report = fuse(model, adapter, tmp_path / "parity", requant="refit", device_parity=True)
     assert report.kernels is None
     assert "--device-parity asks for" in caplog.text

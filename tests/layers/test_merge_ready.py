@@ -116,6 +116,33 @@ def test_pooled_is_what_mlx_lm_loads_and_fuses_by_biases(
         assert mx.array_equal(explicit(TOKENS), made(TOKENS))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("base", ["float32", "stored"])
+def test_pooled_models_compute_the_same_fused_and_unfused(
+    data: Path, tmp_path: Path, dtype: str, base: str
+) -> None:
+    """To the rounding of a bias in its dtype, through all layers; the adapter changes far more."""
+    model = write_qwen_moe(
+        tmp_path / "m", group_size=32, hidden_size=64, shards=1, dtype=dtype
+    )  # fmt: skip
+    trained(model, data, tmp_path / "a", "pooled", "float32")
+    file = tmp_path / "a" / "adapters.safetensors"
+    tensors, header = base_model.load_arrays(file)
+    for name in tensors:
+        if name.endswith("lora_b"):  # far more than two steps learn
+            tensors[name] = 0.05 * normal(3, *tensors[name].shape)
+    mx.save_safetensors(str(file), tensors, header)
+    unfused = with_adapter(model, data, tmp_path / "a", "pooled", base)(TOKENS)
+    made, report = fused(model, tmp_path / "a", base)
+    assert {m.policy for m in report.stages[0].modules} == {"shift"}
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    off, largest = (mx.abs(x).max().item() for x in (made(TOKENS) - unfused, unfused))
+    assert off <= 16 * unit * largest
+    plain, _, _ = base_model.load(model)
+    prepare_base(plain, base, [])
+    assert mx.abs(plain(TOKENS) - unfused).max() > 10 * off
+
+
 def test_shift_of_another_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     adapter = random_adapter(model, ["self_attn.q_proj"], directory=tmp_path / "a")
     with pytest.raises(InputError, match=r"q_proj: the delta differs inside of groups of 32"):

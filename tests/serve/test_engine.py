@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mlxstacks import base_model
 from mlxstacks.errors import AdapterError, InputError, ResourceLimitError, TargetError
@@ -33,6 +34,8 @@ from mlxstacks.files.store_commands import (
     remove_domain,
     undo_change,
 )
+from mlxstacks.fuse.in_memory import fuse_in_memory
+from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.routing.generation import Sampling
 from mlxstacks.routing.schemas import SchemaMask, Schemas
@@ -41,6 +44,7 @@ from mlxstacks.serve.prefix_files import PrefixFiles
 from mlxstacks.serve.requests import Ask, Begun, Piece, Refused, Ticket
 from mlxstacks.serve.rows import RowRoutes
 from mlxstacks.serve.wire import Answer
+from mlxstacks.training.modes import prepare_base
 from tests.serve.serve_cases import Job, nano_settings, open_nano, write
 
 WHO, KING = "Who are you?", "Who is king of Corva?"
@@ -243,6 +247,42 @@ def test_store_changes_without_a_restart(engine: Engine, store: Path) -> None:
     assert (added.texts, added.begun and added.begun.loaded) == (["I am Quinn."], ("persona",))
     undo_change(StacksUndoSettings(store_path=str(store)))
     assert Asked(engine, "persona").read().refused is not None
+
+
+def test_a_shared_outer_adapter_is_the_same_imported_and_fused(tmp_path: Path) -> None:
+    path, random = (
+        "language_model.model.layers.0.mlp.switch_mlp.down_proj",
+        np.random.default_rng(0),
+    )
+    halves = {"lora_a": (8, 4, 64), "lora_b": (1, 128, 4)}  # one lora_b for all experts
+    tensors = {
+        f"{path}.{name}": (0.3 * random.standard_normal(shape)).astype(np.float16)
+        for name, shape in halves.items()
+    }
+    adapter = tmp_path / "outer"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapters.safetensors")
+    config = {"num_layers": 8, "lora_parameters": {"rank": 4, "scale": 2.0, "dropout": 0.0}}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    store = shutil.copytree(nano_paths().store_path, tmp_path / "store")
+    import_adapter(
+        StacksImportSettings(
+            store_path=str(store), adapter_path=str(adapter), domain="imported", allow_base=True
+        )
+    )
+    nano = open_nano(store_path=str(store), adapter_path=[str(adapter)])
+    routes: list[dict[str, float]] = [{}, {"outer": 1.0}, {"imported": 1.0}]
+    base, unfused, imported = (
+        write(nano, [Job(KING, route, max_tokens=1)])[0].logprobs[0] for route in routes
+    )
+    assert mx.array_equal(imported, unfused)
+    fused, _, _ = base_model.load(nano_paths().model_path)
+    prepare_base(fused, "float32", [])
+    about = {"adapter_path": (str(adapter),), "requant": "dequantize"}
+    fuse_in_memory(fused, FuseSettings(model=str(nano_paths().model_path), **about))
+    logits = fused(mx.array([nano.prompt(KING).tokens]))[0, -1]
+    off, changed = (mx.abs(x - unfused).max().item() for x in (logits - mx.logsumexp(logits), base))
+    assert off < 0.01 * changed
 
 
 def test_requests_on_cached_beginnings_are_answered_as_alone(

@@ -114,7 +114,7 @@ def _with_judgement(
     """The result of a fuse that is on disk, with its behaviour, written again."""
     target = Path(str(result.directory))
     try:
-        figures = _judge(settings, target, records, result, whole)
+        figures, notes = _judge(settings, target, records, result, whole)
     except KeyboardInterrupt:
         again = command_line(
             "mlxstacks compare", settings.model, target, adapter_path=settings.adapter_path
@@ -130,6 +130,7 @@ def _with_judgement(
             update["failed_gate"] = f"agreement was not measured: {error}"
         judged = result.model_copy(update=update)
     else:
+        result = result.model_copy(update={"notes": (*result.notes, *notes)})
         judged = _judged(result, figures, settings)
     judged = judged.model_copy(update={"environment": environment(time.monotonic() - started)})
     written = write_result(judged, target, target, sources=())
@@ -187,18 +188,23 @@ def _judge(
     records: list[dict[str, Any]],
     fused: Result,
     whole: WholeProgress,
-) -> dict[str, dict[str, Figures]]:
-    """Figures by model and by kind of passages. Raises: InputError: no memory for the base."""
+) -> tuple[dict[str, dict[str, Figures]], list[str]]:
+    """Figures by model and by kind of passages, and notes on the rows.
+
+    Raises: InputError: no memory for the base.
+    """
     base = resolve_model(str(settings.model))
     _check_memory(base)
     adapters = () if settings.zero_delta else settings.adapter_path
     by_itself = not settings.zero_delta and bool((fused.data["total"] or {}).get("artifact"))
     size = (1 - _FUSE_SHARE) / (5 + bool(adapters) + 2 * by_itself)
 
+    notes = list[str]()
     model, tokenizer, _ = load(base, adapters, **_matching(settings))
     passages = read_passages(
         records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
         advance=whole.part(3 * size, "answers of the reference"),
+        notes=notes, command="mlxstacks compare ",
     )  # fmt: skip
     reference = refer(model, passages, whole.part(size, "reference"))
     del model
@@ -213,7 +219,7 @@ def _judge(
             fuse_in_memory(model, settings.model_copy(update={"zero_delta": True}))
             zero = agree(model, plain, whole.part(size, ZERO))
             figures[ZERO] = figures_of(zero)
-    return figures
+    return figures, notes
 
 
 def _check_memory(base: Path, factor: float = _MEMORY_FACTOR) -> None:

@@ -147,6 +147,7 @@ class _Agreement(Study):
             self.records, model, tokenizer,
             answer_tokens=settings.answer_tokens, most_tokens=settings.max_tokens,
             rendering=Rendering.of(settings), advance=self.whole.part(3, "reference's answers"),
+            notes=self.notes[""],
         )  # fmt: skip
         refer(model, passages, self.whole.part(1, "reference")).save(out / REFERENCE)
 

@@ -64,6 +64,14 @@ def test_a_fuse_of_zeros_is_held_against_the_base(rows: Path, command: Run) -> N
     assert document["verdict"].startswith("Compared with the base: the same next token in all of")
 
 
+def test_a_fuse_says_that_its_judge_cut_rows(rows: Path, command: Run) -> None:
+    rows.write_text(json.dumps({"text": "A red boat. " * 99}))
+    code, out, err = command("fuse", "--save-path", "long", "--judge", str(rows), "--json")
+    assert code == 0, err
+    cut = "1 of 1 rows were cut to 256 tokens; mlxstacks compare --max-tokens changes that."
+    assert cut in json.loads(out)["notes"]
+
+
 def test_rows_that_cannot_be_used_stop_the_fuse_before_it_begins(rows: Path, command: Run) -> None:
     rows.write_text("")
     code, _, err = command("fuse", "--save-path", "fused", "--judge", str(rows))

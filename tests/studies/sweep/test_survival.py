@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError
@@ -36,6 +37,25 @@ def test_total_is_a_ratio_of_sums_over_modules(tmp_path: Path) -> None:
     shares = [module["survival"] or 0.0 for module in found["modules"].values()]
     assert min(shares) <= (found["survival"] or 0.0) <= max(shares)
     assert found["extra_bytes"] > 0
+
+
+def test_fp4_and_fp8_lose_less_the_finer_they_are(tmp_path: Path) -> None:
+    """And the less the more a policy is free to change; figures of every mode are finite."""
+    errors = []
+    for mode in ("mxfp4", "nvfp4", "mxfp8"):
+        model = write_qwen_moe(tmp_path / mode, hidden_size=64, mode=mode)
+        keys = ["mlp.switch_mlp.down_proj", "self_attn.q_proj"]
+        adapter = random_adapter(model, keys, std=0.02)
+        policies = ("refit", "keep", "nearest", "stochastic", "promote", "dequantize")
+        found = measure_survival(model, adapter, policies)
+        figures = [x for f in found.values() for x in f.values() if not isinstance(x, str | dict)]
+        assert np.isfinite(figures).all()
+        refit, keep, nearest, stochastic, promote, plain = (f["error"] for f in found.values())
+        assert plain < promote < nearest < min(refit, keep) < stochastic
+        assert all(0.8 < f["survival"] < 1.05 for f in found.values())
+        assert [f["extra_bytes"] > 0 for f in found.values()] == [False] * 4 + [True] * 2
+        errors.append(nearest)
+    assert errors == sorted(errors, reverse=True)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
