@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import mlx.nn as nn
 import pandas  # type: ignore[import-untyped]
 
@@ -46,7 +47,7 @@ def adapter_zero(adapter_path: str | Path | None = None, save_path: str | Path |
     """Write a copy of an adapter with zero delta: the control for every fuse."""
 
 def align(model: str | Path | None = None, *,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, iters: int | None = None, batch_size: int = 4,
     grad_accumulation_steps: int = 1, learning_rate: float = 2e-05,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,
@@ -75,7 +76,7 @@ def align(model: str | Path | None = None, *,
 
 def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
     adapter_path: str | Path | Sequence[str | Path] = (),
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     answer_tokens: int = 32, max_tokens: int = 256,
     base: Literal['auto', 'stored', 'float32'] = 'auto', fail_under_agreement: float | None = None,
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
@@ -114,7 +115,7 @@ def convert(model: str | Path | None = None, *, save_path: str | Path | None = N
     """Convert a GGUF file or Hugging Face model to mlx-lm's format, or add experts."""
 
 def distill(store_path: str | Path | None = None, *, model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, iters: int | None = None, batch_size: int = 4,
     grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,
@@ -154,7 +155,7 @@ def eval(model: str | Path | None = None, *, adapter_path: str | Path | None = N
     max_context_tokens: int | None = None, batch_size: int = 64, reference_offset: bool = False,
     repetition_penalty: float = 1.0, seed: int = 0,
     tasks: str | Sequence[str] = ('hellaswag', 'arc_easy', 'arc_challenge', 'truthfulqa_mc1', 'mmlu', 'humaneval', 'gsm8k', 'math500', 'aime2024', 'medqa', 'medmcqa', 'gpqa_diamond'),
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     task_files: str | None = None,
     arms: Literal['base', 'adapter', 'fused', 'ungated', 'routed', 'oracle', 'random'] | Sequence[Literal['base', 'adapter', 'fused', 'ungated', 'routed', 'oracle', 'random']] = (),
     items_per_task: int | None = 200, limit: int | None = None,
@@ -172,9 +173,9 @@ def fuse(model: str | Path | None = None,
     save_path: str | Path | None = None, *,
     requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'shift', 'dequantize', 'gptq'] = 'auto',
     zero_delta: bool = False, target_correlation: float = 0.98, target_kl: float | None = None,
-    calibration: str | pandas.DataFrame | Iterable[Mapping[str, Any]] | None = None,
+    calibration: str | pandas.DataFrame | datasets.Dataset | Iterable[Mapping[str, Any]] | None = None,
     calibration_tokens: int = 8192, fail_under: float | None = None,
-    judge: str | pandas.DataFrame | Iterable[Mapping[str, Any]] = 'shipped',
+    judge: str | pandas.DataFrame | datasets.Dataset | Iterable[Mapping[str, Any]] = 'shipped',
     fail_under_agreement: float | None = None,
     bits: str | int | Mapping[str, Any] | Sequence[str] = (),
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
@@ -196,7 +197,7 @@ def grow(store_path: str | Path | None = None, *, model: str | Path | None = Non
     centre: bool = False, minimum_events: int = 50, samples: int = 3,
     yes: Literal['confirm', 'gather', 'train', 'gate', 'route', 'accept', 'all'] | Sequence[Literal['confirm', 'gather', 'train', 'gate', 'route', 'accept', 'all']] = (),
     domain: str | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     provider: str | None = None, rows: int = 500, routing_data: str | None = None,
     stored_data: str | None = None, save_path: str | Path | None = None, rounds: int | None = None,
     iters: int | None = None, learning_rate: float | None = None, samples_per_domain: int = 40,
@@ -260,7 +261,7 @@ def nano_export(save_path: str | Path, *, bits: Literal[2, 3, 4, 5, 6, 8] | None
     """Write the built-in model as a checkpoint that mlx-lm loads, or with all its samples."""
 
 def pretrain(*, model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, iters: int | None = None, batch_size: int = 16,
     grad_accumulation_steps: int = 1, learning_rate: float = 0.001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'cosine', warmup: int = 20,
@@ -279,7 +280,7 @@ def pretrain(*, model: str | Path | None = None,
     """Train a small decoder from scratch, as a model that every other command takes."""
 
 def profile(model: str | Path | None = None, *,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, split: str = 'test', group_key: str = 'category',
     groups: str | Sequence[str] = (), questions: int = 100, tokens: int | None = None,
     options: bool = True, chat_template: bool = True,
@@ -293,7 +294,7 @@ def profile(model: str | Path | None = None, *,
     """Profile which experts groups of prompts use, compared with chance."""
 
 def psn_blocks(*, corpus: str | Path | Mapping[str, Any] | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     domains: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     save_path: str | Path | None = None, seeds: int | Sequence[int] = (0, 1, 2),
     pretrain: Mapping[str, Any] = ..., block: Mapping[str, Any] = ..., iters: int = 200,
@@ -304,7 +305,7 @@ def psn_blocks(*, corpus: str | Path | Mapping[str, Any] | None = None,
     """Train capability blocks beside a frozen base, and a router; measure what they hold."""
 
 def psn_stacks(*, corpus: str | Path | Mapping[str, Any] | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     domains: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     save_path: str | Path | None = None, seeds: int | Sequence[int] = (0, 1, 2),
     pretrain: Mapping[str, Any] = ..., stack: Mapping[str, Any] = ...,
@@ -346,7 +347,7 @@ def route_check(store_path: str | Path | None = None, *, model: str | Path | Non
     """Check answers and routes of known prompts by rules, in every mode."""
 
 def route_discover(store_path: str | Path | None = None, *, model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     save_path: str | Path | None = None, single_cap: int = 2000, mixed_cap: int = 400,
     shortest_prompt: int = 1, shortest_answer: int = 1, samples_per_domain: int = 200,
@@ -364,7 +365,7 @@ def route_discover(store_path: str | Path | None = None, *, model: str | Path | 
 def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', allow_special: bool = False,
     base: Literal['auto', 'stored', 'float32'] = 'auto',
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     unseen: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     save_path: str | Path | None = None, routers: str | Sequence[str] = (),
@@ -410,7 +411,7 @@ def run(recipe: str | Path | Mapping[str, Any], *,
     """Run any command from a recipe, or read back its result if the settings are the same."""
 
 def stack(model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, *,
     domains: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     validation_rows: int | None = None, rounds: int = 2, layers: str | int | Sequence[int] = 'all',
@@ -436,7 +437,7 @@ def stack(model: str | Path | None = None,
     """Train frozen stacks, domain by domain, into a store that forgets none of them."""
 
 def stack_compare(model: str | Path | None = None, *,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, question: str = 'Which settings give the lower loss?',
     arms: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     seeds: int | Sequence[int] = (0, 1, 2), rates: float | Sequence[float] = (),
@@ -451,7 +452,7 @@ def stack_compare(model: str | Path | None = None, *,
 
 def stacks_analyse(store_path: str | Path | None = None, *, save_path: str | Path | None = None,
     model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     weights_only: bool = False, prompts: int = 64, max_seq_length: int = 512, directions: int = 4,
     layer: int | None = None, projection: str | None = None, plots: bool = True,
     plot_format: Literal['png', 'svg'] = 'png', seed: int = 0, force: bool = False,
@@ -499,7 +500,7 @@ def stacks_remove(store_path: str | Path | None = None, domain: str | None = Non
 
 def stacks_retrain(store_path: str | Path | None = None, domain: str | None = None, *,
     model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     rounds: int | None = None, iters: int | None = None, learning_rate: float | None = None,
     moved_above: float = 0.01, guard: Literal['refuse', 'warn', 'off'] = 'refuse',
     resume: bool = True, progress: bool | Callable[..., None] | None = None,
@@ -515,7 +516,7 @@ def stacks_verify(store_path: str | Path | None = None, *, model: str | Path | N
     """Check every file of a store: hashes, shapes, headers and base."""
 
 def sweep(model: str | Path | None = None, *,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, ranks: int | Sequence[int] = (2, 4, 8),
     seeds: int | Sequence[int] = (0,), layers: str | Sequence[str] = ('all',),
     projections: str | Sequence[str] = ('down_proj',),
@@ -542,7 +543,7 @@ def sweep_buffers(model: str | Path | None = None, *, save_path: str | Path | No
     """Test whether rank changes the number of live buffers, with a counting allocator."""
 
 def train(model: str | Path | None = None,
-    data: str | Path | pandas.DataFrame | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | pandas.DataFrame | datasets.Dataset | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None = None,
     save_path: str | Path | None = None, *, iters: int | None = None, batch_size: int = 4,
     grad_accumulation_steps: int = 1, learning_rate: float = 0.0001,
     lr_schedule: Literal['cosine', 'linear', 'constant'] = 'constant', warmup: int = 0,

@@ -34,7 +34,7 @@ SLOW_GFLOPS = 15.0
 LOW_DISK_BYTES = 20_000_000_000
 # What shares an unchanged shard instead of copying it, in the words of files.clone_or_link.
 SHARED = ("cloned", "linked")
-_KINDS = ("problem", "slow", "note")
+_KINDS = {"problem": "problem", "slow": "slow part", "note": "note"}
 
 
 class DoctorSettings(Settings):
@@ -80,15 +80,18 @@ class Health:
 
 def doctor(settings: DoctorSettings) -> "Result":
     """Facts, then the findings, the worst of them first."""
-    from mlxstacks.study.document import Table, Text
+    from mlxstacks.study.document import Table, Text, counted
     from mlxstacks.study.result import Result
 
     health = look(settings)
     disks = [(disk.path, disk.free_bytes, disk.sharing) for disk in health.disks]
+    kinds = [finding.kind for finding in health.findings]
+    found = [counted(kinds.count(kind), _KINDS[kind]) for kind in _KINDS if kind in kinds]
     return Result(
         kind="doctor",
         title="This machine",
         status="done",
+        outcome=", ".join(found) or "nothing that will be slow or fail",
         settings=settings.model_dump(mode="json"),
         data=asdict(health),
         blocks=(
@@ -100,7 +103,7 @@ def doctor(settings: DoctorSettings) -> "Result":
                      {"disk": "text", "free": "bytes", "unchanged shards": "text"}, disks),
             *(
                 Text(title=f"{f.kind}: {f.what}", paragraphs=(f"because {f.why}", f.remedy))
-                for f in sorted(health.findings, key=lambda f: _KINDS.index(f.kind))
+                for f in sorted(health.findings, key=lambda f: [*_KINDS].index(f.kind))
             ),
         ),
     )  # fmt: skip

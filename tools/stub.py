@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import datasets
 import mlx.nn as nn
 import pandas  # type: ignore[import-untyped]
 
@@ -56,7 +57,10 @@ def _word(parameter: inspect.Parameter) -> str:
     """`name: type = default`, without the modules that inspect would write before types."""
     stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
     default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-    return f"{stars}{parameter.name}: {type_text(parameter.annotation)}{default}"
+    kind = type_text(parameter.annotation)
+    # A Dataset's rows have no type that a checker could hold to be mappings.
+    kind = kind.replace("pandas.DataFrame", "pandas.DataFrame | datasets.Dataset")
+    return f"{stars}{parameter.name}: {kind}{default}"
 
 
 if __name__ == "__main__":

@@ -195,15 +195,17 @@ def _named(name: str, value: Any, options: Options) -> tuple[set[str], set[str]]
 def _text(record: Raw) -> Reading:
     if "text" in record and not isinstance(record["text"], str):
         raise InputError(f"text is {type(record['text']).__name__}, must be text")
-    return Reading({"text": text_of(record, "text")})
+    changes = ("prompt_left_out",) if _has(record, "prompt") else ()
+    return Reading({"text": text_of(record, "text")}, changes=changes)
 
 
 def _prompt_completion(record: Raw) -> Reading:
     prompt, answer = text_of(record, "prompt"), text_of(record, "completion", "answer")
+    changes = ("text_left_out",) if _has(record, "text") else ()
     if not record.get("tools"):
-        return pair(prompt, answer)
+        return pair(prompt, answer, changes=changes)
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Reading({"messages": turns, "tools": record["tools"]})
+    return Reading({"messages": turns, "tools": record["tools"]}, changes=changes)
 
 
 def _chat(record: Raw) -> Reading:

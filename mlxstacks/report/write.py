@@ -118,7 +118,7 @@ def write_report(
         data = page_html(page).encode("utf-8")
         (directory / INDEX).write_bytes(data)
         plots = counted(len(figures), "file")
-        wrote = f"{INDEX} has {bytes_in_words(len(data))}; {plots} of plots."
+        wrote = f"The page, {INDEX}, has {bytes_in_words(len(data))}; {plots} of plots."
         result = planned.model_copy(
             update={
                 "status": "done", "notes": (*notes, wrote),

@@ -201,6 +201,16 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_of_a_text_beside_a_prompt_it_is_said_which_is_left_out() -> None:
+    both = {"prompt": "p", "text": "t"}
+    for row, form, change in (
+        (both, "text", "prompt_left_out"),
+        (both | {"completion": "c"}, "prompt_completion", "text_left_out"),
+    ):
+        name, reading = row_reader("auto")(row)
+        assert (name, reading.changes) == (form, (change,))
+
+
 def test_every_name_of_the_settings_has_a_reader() -> None:
     assert {"auto", *FORMATS} == set(get_args(FormatName))
 

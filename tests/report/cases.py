@@ -92,6 +92,7 @@ def train_report() -> dict[str, Any]:
             "trained_parameters": 5, "layers": [1, 2], "padding_percent": 3.0, "modules": 2,
             "projections": {"q": 2}, "adapter_bytes": 20, "optimizer_bytes": 40, "train_rows": 7,
             "validation_rows": 2, "widths_tokens": [8], "iters": 20, "steps": 20, "guard": None,
+            "data": {"sources": [{"formats": {"chat": 7}}]},
         }, ["a note"], None,
         "best", 20, 20,
         [{"step": 0, "validation_loss": 2.0}, {"step": 20, "validation_loss": 1.5}],

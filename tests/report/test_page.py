@@ -304,9 +304,11 @@ def test_nothing_overflows_or_overlaps_in_a_browser(
 def test_a_notebook_shows_a_result_with_its_plots() -> None:
     pytest.importorskip("matplotlib")
     result = Result.from_json(compare_result())
+    result = result.model_copy(update={"next_steps": {"Try it": "ms.generate(prompt='?')"}})
     shown = result_html(result)
     found = read(shown)
     assert found.problems == []
+    assert "Try it: <code>ms.generate(prompt=&#39;?&#39;)</code>" in shown
     assert found.tags["svg"] == sum(block.block == "plot" for block in result.blocks)
     assert "var(--" not in shown
     assert "currentColor" in shown

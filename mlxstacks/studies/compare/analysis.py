@@ -71,7 +71,7 @@ SUMMARY = {
     "isolated": "isolated",
     "train_loss": "loss in training",
     "balance_loss": "balance loss",
-    "parameters": "parameters kept",
+    "parameters": "kept parameters",
     "steps": "steps",
     "seconds": "CPU seconds",
 }

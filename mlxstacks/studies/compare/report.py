@@ -10,22 +10,27 @@ from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 _COUNTS = ("parameters", "steps", "seconds")
 
 
+def _name(budget: str) -> str:
+    return "trained parameters" if budget == "parameters" else budget
+
+
 def budget_table(settings: CompareSettings, budgets: Budgets) -> Table:
     """Each budget of each arm, and how far it is from the control's."""
     control = next(iter(budgets.values()))
     differing = [n for n in BUDGETS if len({budget[n] for budget in budgets.values()}) > 1]
     columns: Columns = {
-        "arm": "text", **dict.fromkeys(BUDGETS, "count"),
-        **{f"{name} beside control": ("points", 2) for name in differing},
+        "arm": "text", **dict.fromkeys(map(_name, BUDGETS), "count"),
+        **{f"{_name(name)} beside control": ("points", 2) for name in differing},
     }  # fmt: skip
     rows: list[list[Cell]] = [
         [arm, *(budget[name] for name in BUDGETS),
          *(budget[name] / control[name] - 1 for name in differing)]
         for arm, budget in budgets.items()
     ]  # fmt: skip
-    equal = ", ".join(settings.equal) or "nothing"
+    equal = ", ".join(map(_name, settings.equal)) or "nothing"
     title = f"Budgets; equal within {settings.tolerance:.2%}: {equal}"
-    caption = "Beside control: percent more or less." if differing else ""
+    caption = "Trained parameters include the noise of routers, which is not kept."
+    caption += " Beside control: percent more or less." if differing else ""
     return Table.of("budgets", title, columns, rows, caption=caption)
 
 

@@ -94,8 +94,9 @@ def label(name: str, settings: IdentitySettings) -> tuple[str, str]:
         return "identity + the same again", policy
     if condition.adapter in (PERSONA, AGAIN) or condition.zero:
         return condition.label, policy
-    tail = f", {settings.stress_iters:,} batches" if kind == STRESS else ""
-    return f"{condition.label} r{training_of(kind, settings).rank}{tail}", policy
+    training = training_of(kind, settings)
+    tail = f", {training.iters:,} batches" if kind == STRESS else ""
+    return f"{condition.label} r{training.rank}{tail}", policy
 
 
 def kinds_of(settings: IdentitySettings, has_adapter: bool) -> list[str]:
@@ -238,16 +239,16 @@ def detectable(plan: Plan) -> str:
     """What a suite of this size can and cannot show, with every gate open."""
     n, alpha, claims = plan.n, plan.thresholds["alpha"], max(1, len(plan.claims))
     level, largest = alpha / (2 * claims), plan.thresholds["least_gain"]
-    least, strict = least_lost(n, alpha), least_lost(n, level)
+    least = least_lost(n, level)  # by the hardest step of Holm
     passed = round(n * (1 - plan.expected_rate))
-    loss = next((s for s in range(1, 101) if mcnemar_power(s / 100, 0, n, alpha) >= 0.8), None)
+    loss = next((s for s in range(1, 101) if mcnemar_power(s / 100, 0, n, level) >= 0.8), None)
+    head = f"with both questions of {claims} claims counted, "
     if least is None or loss is None:
-        shown = f"{n} prompts are too few: no loss could be significant at p < {alpha:g}"
+        shown = f"{n} prompts are too few: {head}no loss could be significant at p < {alpha:g}"
     else:
         shown = (
-            f"{n} prompts: a loss shows (p < {alpha:g}) when {least} are lost and none gained, "
-            f"{strict or f'more than {n}'} with both questions of {claims} claims counted; one of "
-            f"{loss}% is found 8 times in 10"
+            f"{n} prompts: {head}a loss shows (p < {alpha:g}) when {least} are lost and none "
+            f"gained; one of {loss}% is found 8 times in 10"
         )
     most = most_lost(passed, largest, level)
     if most is None:

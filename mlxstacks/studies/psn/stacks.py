@@ -23,6 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from pydantic import BaseModel
 
 from mlxstacks import base_model
 from mlxstacks.data import TrainDataSettings, data_notes, read_train_data, train_data_settings
@@ -52,7 +53,12 @@ from mlxstacks.training.loop import (
     save_state,
     train,
 )
-from mlxstacks.training.settings import PretrainSettings, SnapshotSettings, StackRunSettings
+from mlxstacks.training.settings import (
+    DomainSettings,
+    PretrainSettings,
+    SnapshotSettings,
+    StackRunSettings,
+)
 from mlxstacks.training.step import cross_entropy_loss
 
 ABOUT = {
@@ -113,7 +119,15 @@ class SeedStudy(Study):
             "sha256": {n: [x["sha256"] for x in r["sources"]] for n, r in reports.items()},
         }
         notes = [note for name, report in reports.items() for note in data_notes(name, report)]
-        return Result(**self.about, status="planned", plan=plan, notes=tuple(notes), settings=shown)
+        rows = [f"{n}: {r['train_rows']:,} + {r['validation_rows']:,}" for n, r in reports.items()]
+        facts = {"rows to train + to validate": "; ".join(rows)}
+        for key, value in self.settings:
+            if key not in PLACES and value not in (None, ()):
+                facts[key] = _in_words(value)
+        return Result(
+            **self.about, status="planned", plan=plan, notes=tuple(notes), settings=shown,
+            blocks=(Table.of_facts("plan", "The plan", facts),),
+        )  # fmt: skip
 
     def steps(self, work: Path) -> Iterator[Step]:
         for place, seed in enumerate(self.settings.seeds):
@@ -143,6 +157,18 @@ class SeedStudy(Study):
     @abstractmethod
     def concluded(self, cells: list[dict[str, Any]]) -> dict[str, Any]:
         """Fields of the result."""
+
+
+def _in_words(value: Any) -> str:
+    """Of nested settings, those that are not the defaults."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_in_words, value))
+    if isinstance(value, DomainSettings):
+        return value.name
+    if isinstance(value, BaseModel):
+        set_here = value.model_dump(mode="json", exclude_defaults=True)
+        return ", ".join(f"{key} {part}" for key, part in set_here.items()) or "by default"
+    return str(value)
 
 
 class _Stacks(SeedStudy):

@@ -189,7 +189,7 @@ class _Evaluation(Study):
                 settings, examples, unseen, split.training if split else (), served.tokenizer,
                 self.template, notes,
             )  # fmt: skip
-            notes += _split_notes(name, split, rows)
+            notes += _split_notes(path or "the store's own router", split, rows)
             case = _Case(name, router, rows, modes)
             groups = {row.group for row in case.answered}
             if not domain_groups(groups):

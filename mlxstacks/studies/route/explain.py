@@ -68,6 +68,7 @@ def run(settings: RouteExplainSettings) -> Result:
         kind="route explain", title="A prompt's route", status="done",
         question="Why does a prompt go where it goes, and does that help its answer?",
         settings=settings.model_dump(mode="json"), verdict=verdict(data), data=data,
+        outcome=(" + ".join(route.weights) or "the base alone") + (", a gap" if route.gap else ""),
         blocks=tuple(tables), notes=(*served.notes, *router.notes),
     )  # fmt: skip
 

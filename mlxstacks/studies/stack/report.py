@@ -203,11 +203,12 @@ def _run_table(data: Mapping[str, Any], settings: Mapping[str, Any], *, planned:
     where = f"{len(layers)} layers" if len(layers) > 8 else f"layers {', '.join(map(str, layers))}"
     top = min(stack["experts_per_token"], stack["num_experts"])
     frozen = bytes_in_words(data["stack_bytes"])
+    noise = ", without its routers' noise" if stack["num_experts"] > 1 else ""
     facts: dict[str, Cell] = {
         "base": f"{data['base_model']}{' in float32' if data['base_in_float32'] else ''}",
         "projections": f"{data['modules']} in {where}: {kinds}",
         "a stack": f"{experts} of rank {stack['rank']}, {top} a token",
-        "its size": f"{data['trained_parameters']:,} parameters, {frozen} frozen",
+        "its size": f"{data['trained_parameters']:,} trained parameters; frozen {frozen}{noise}",
     }
     if planned:
         trained, optimizer = (bytes_in_words(data[f"{n}_bytes"]) for n in ("trained", "optimizer"))
@@ -273,7 +274,8 @@ def domain_table(domains: Domains) -> Table:
         dict(list(columns.items())[place] for place in kept),
         [[row[place] for place in kept] for row in rows],
         caption="Validation loss before the first round and after the last that was kept, nats a "
-        f"token{energy if 7 in kept else ''}.",
+        f"token{energy if 7 in kept else ''}; parameters: those kept, which leave out the noise of "
+        "routers; size: of the files, with their headers.",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from mlxstacks.stats import mean_interval
 from mlxstacks.studies.sweep.cells import Cell as SweepCell
 from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of, counted
 from mlxstacks.study.result import Result
 
 ABOUT = {
@@ -56,12 +56,14 @@ def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
     failed_gate = None
     if len(refused) == len(results):
         failed_gate = f"every cell was refused by the guard: {refused[0].reason}"
-    findings = dict.fromkeys(d["finding"] for d in compared if d["what"] == "last_validation_loss")
-    outcome = f"loss by rank, 95% interval: {', '.join(findings)}"
+    losses = [d for d in compared if d["what"] == "last_validation_loss"]
+    outcome = "; ".join(dict.fromkeys(map(_loss_by_rank, losses)))
+    if not losses:
+        outcome = f"no {'validation loss' if compared else 'two ranks'} to compare"
     cells = [result.as_json() for result in results]
     return Result(
         **ABOUT, status="done", verdict=verdict(settings, rows, compared), failed_gate=failed_gate,
-        outcome=outcome if findings else "no two ranks to compare", notes=_notes(results),
+        outcome=outcome, notes=_notes(results),
         data={"matrix": rows, "differences": compared, "cells": cells},
         blocks=tuple(_blocks(settings, rows, compared, cells)),
     )  # fmt: skip
@@ -409,13 +411,18 @@ def verdict(settings: SweepSettings, rows: Sequence[Figures], compared: Sequence
             total[status] = total.get(status, 0) + count
     ranks = ", ".join(map(str, sorted({row["rank"] for row in rows})))
     seeds, count = len(settings.seeds), sum(total.values())
-    opening = f"Ranks {ranks}, {seeds} seed{'s' if seeds > 1 else ''}:"
+    opening = f"Rank{'s' if ', ' in ranks else ''} {ranks}, {counted(seeds, 'seed')}:"
     if set(total) == {"trained"}:
-        sentences = [f"{opening} {'all ' if count > 1 else ''}{count} cells trained."]
+        sentences = [f"{opening} {'all ' if count > 1 else ''}{counted(count, 'cell')} trained."]
     else:
         parts = ", ".join(f"{n} {status}" for status, n in total.items())
         lost = sorted({row["rank"] for row in rows if set(row["cells"]) - {"trained"}})
         sentences = [f"{opening} {parts} (not all of rank {', '.join(map(str, lost))})."]
+    if compared and not any(d["what"] == "last_validation_loss" for d in compared):
+        sentences.append(
+            "No validation loss to compare: --data needs valid.jsonl beside train.jsonl, in Python "
+            "{'train': rows, 'valid': rows}."
+        )
     points = list(dict.fromkeys(map(_point_name, rows)))
     for point in points[:_MOST_POINTS]:
         trained = [
@@ -435,6 +442,15 @@ def verdict(settings: SweepSettings, rows: Sequence[Figures], compared: Sequence
     return " ".join(sentences)
 
 
+def _loss_by_rank(loss: Figures) -> str:
+    ranks = f"loss of rank {loss['high_rank']} against rank {loss['low_rank']}"
+    difference = loss["difference"]
+    if difference["low"] is None:
+        return f"{ranks}: one seed, so no interval"
+    side = "higher" if difference["mean"] > 0 else "lower"
+    return f"{ranks}, 95% interval: {side if loss['finding'] == 'excludes 0' else 'undecided'}"
+
+
 def _loss_sentence(rows: Sequence[Figures], loss: Figures) -> str:
     by_rank = {row["rank"]: _mean_of(row, "last_validation_loss") for row in rows}
     low_rank, high_rank, difference = loss["low_rank"], loss["high_rank"], loss["difference"]
@@ -443,7 +459,7 @@ def _loss_sentence(rows: Sequence[Figures], loss: Figures) -> str:
         f"rank {high_rank}; difference {difference['mean']:+.3f}"
     )
     if difference["low"] is None:
-        return f"{text}, one seed, so nothing follows from it."
+        return f"{text}, one seed, so nothing follows from it; more --seeds give an interval."
     interval = f"({difference['low']:+.3f} to {difference['high']:+.3f}, {difference['n']} seeds)"
     if loss["finding"] == "excludes 0":
         return f"{text} {interval}, which excludes 0."

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.command_line import command_line
+from mlxstacks.data.formats import FORMATS
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import GuardedRun, trained_parameters
@@ -241,11 +242,14 @@ def plan_table(report: TrainReport) -> Table:
         kept = f"stack {store['stack']} {bytes_in_words(store['stack_bytes'])}"
     else:
         kept = f"adapter {bytes_in_words(plan['adapter_bytes'])}"
+    formats = dict.fromkeys(n for s in plan["data"]["sources"] for n in s.get("formats", ()))
+    columns = "; ".join(f"{name} ({FORMATS[name].describe()})" for name in formats)
     rows = {
         "projections": f"{plan['modules']} in {where}: {projections}",
         "trained": f"{plan['trained_parameters']:,} parameters; {kept}, optimizer "
         f"{bytes_in_words(plan['optimizer_bytes'])}",
-        "rows": f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate",
+        "rows": f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate"
+        + (f"; read as {columns}" if columns else ""),
         "widths": f"{', '.join(map(str, plan['widths_tokens']))} tokens; "
         f"{plan['padding_percent']}% padding",
         "batches": f"{plan['iters']:,} in {counted(plan['steps'], 'optimizer step')}",

@@ -10,6 +10,7 @@ import io
 import math
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -342,12 +343,26 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
 
 
 def _draw_frontier(figure: Any, plot: Plot) -> None:
-    """Points that have names (the categories), those of a series joined in their order along x."""
+    """Points that have names (the categories), those of a series joined in their order along x.
+    Series with points at the same x are drawn beside each other; the outer ones have the names.
+    """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.transforms import ScaledTranslation
 
     figure.set_size_inches(WIDTH, 3.3 + 0.2 * ((len(plot.series) + 1) // 2))
     ax, names = figure.subplots(), list[Any]()
+    known = [
+        {x for x, y in zip(series.x, series.y, strict=True) if y is not None}
+        for series in plot.series
+    ]
+    taken = Counter(x for places in known for x in places)
+    beside = [n for n, places in enumerate(known) if any(taken[x] > 1 for x in places)]
     for number, series in enumerate(plot.series):
+        column, drawn = beside.index(number) if number in beside else 0, len(ax.lines)
+        offset, ha, va = ((0, 7), "center", "bottom") if number else ((6, -5), "left", "top")
+        if number in beside:
+            offset = (9 * column + 6 if column else -6, 0)
+            ha, va = "left" if column else "right", "center"
         colour, mark = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         order = sorted(range(len(series.x)), key=lambda n, x=series.x: x[n])  # type: ignore[misc]
         order = [n for n in order if series.y[n] is not None]
@@ -359,12 +374,16 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
             [series.x[n] for n in order], [series.y[n] for n in order], color=colour, marker=mark,
             linestyle=DASHES[number % len(DASHES)], markersize=6,
         )  # fmt: skip
-        for n in order if len(names) < _MOST_NAMED_POINTS else ():
+        for line in ax.lines[drawn:]:  # beside each other on paper, not in the data
+            line.set_transform(
+                ax.transData + ScaledTranslation(column / 8, 0, figure.dpi_scale_trans)
+            )
+        inner = number in beside[1:-1]
+        for n in order if len(names) < _MOST_NAMED_POINTS and not inner else ():
             names.append(
                 ax.annotate(
                     short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
-                    xytext=(0, 7) if number else (6, -5), textcoords="offset points",
-                    va="bottom" if number else "top", ha="center" if number else "left",
+                    xytext=offset, textcoords="offset points", va=va, ha=ha,
                     bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
                 )
             )  # fmt: skip

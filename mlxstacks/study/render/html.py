@@ -61,7 +61,9 @@ _NOTEBOOK_STYLE = (
     ".mlxstacks figure svg,.mlxstacks figure img{max-width:100%;height:auto}"
     ".mlxstacks figure .scroll{max-height:26rem;overflow-y:auto}"
     ".mlxstacks .scroll{overflow-x:auto}.mlxstacks caption{text-align:left;font-weight:600}"
-    ".mlxstacks th,.mlxstacks td{text-align:left}.mlxstacks .number{text-align:right}"
+    # JupyterLab and nbconvert set every cell to the right, by two classes.
+    ".mlxstacks th,.mlxstacks td{text-align:left!important}"
+    ".mlxstacks .number{text-align:right!important}"
     ".mlxstacks .note,.mlxstacks .missing{opacity:.75}"
 )
 Pair = tuple[str, str | None]

@@ -45,7 +45,7 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
     code, out, err = typed("run", str(recipe))
     text = " ".join(out.split())
     assert code == 0, err
-    assert "Budgets; equal within 1.00%: parameters, steps, tokens" in text
+    assert "Budgets; equal within 1.00%: trained parameters, steps, tokens" in text
     assert "faster - plain, paired by seed" in text
     assert "Loss with every stack on" in text
     assert "Steps to the same validation loss" in text

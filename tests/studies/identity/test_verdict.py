@@ -23,7 +23,14 @@ from mlxstacks.studies.identity.analysis import (
     score,
     verdict,
 )
-from mlxstacks.studies.identity.plan import detectable, least_lost, most_lost, plan_of, power_lines
+from mlxstacks.studies.identity.plan import (
+    detectable,
+    label,
+    least_lost,
+    most_lost,
+    plan_of,
+    power_lines,
+)
 from mlxstacks.studies.identity.report import blocks
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.document import Table
@@ -313,7 +320,7 @@ def test_what_twenty_prompts_can_detect() -> None:
         SETTINGS, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True
     )
     words = detectable(plan)
-    assert "when 6 are lost and none gained, 8 with both questions of 3 claims counted" in words
+    assert "with both questions of 3 claims counted, a loss shows (p < 0.05) when 8 are" in words
     assert "kept shows when at most 0 of 18 are lost" in words
     assert most_lost(18, 0.25, 0.05 / 6) == 0
     assert most_lost(18, 0.25, 0.05) == 1
@@ -321,6 +328,7 @@ def test_what_twenty_prompts_can_detect() -> None:
     many = detectable(
         plan_of(three, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True)
     )
+    assert "one of 57% is found 8 times in 10" in many  # unadjusted, it would be 37%
     # 0.75**21 < 0.05 / 18
     assert "so many claims cannot be shown to be kept, were 18 of 18 kept: 21 would do" in many
     assert "not exact preservation" in words
@@ -329,6 +337,13 @@ def test_what_twenty_prompts_can_detect() -> None:
     # n for 80% power of the loss that is looked for is a number, by both tests.
     assert re.search(r"items for 25\.0 points .*: \d+ an arm .*, \d+ \(McNemar\)", table[2])
     assert not any("chance to pass" in line for line in table)
+
+
+def test_a_label_has_the_batches_that_were_trained() -> None:
+    stress = {"stress_rank": 64, "stress_iters": 400}
+    for cut, batches in (({}, 400), ({"max_prompts": 4}, 40)):
+        settings = IdentitySettings(**stress, **cut)
+        assert label("factual_stress_refit", settings)[0].endswith(f"r64, {batches} batches")
 
 
 # --- tables ---------------------------------------------------------------------------------------

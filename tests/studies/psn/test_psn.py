@@ -66,6 +66,10 @@ def test_stacks_on_a_random_and_a_pretrained_base(tmp_path: Path, data: dict[str
                       "null_space": {"directions": 2, "samples": 4}},
         })  # fmt: skip
 
+    plan = stacks.run(settings_to("whole"), dry_run=True)
+    rows = plan.table("plan").set_index("what")["value"]
+    assert rows["domains"] == "code, math"
+    assert "hidden_size 16" in rows["pretrain"]
     result = stacks.run(settings_to("whole"))
     figures = result.data["domains"]["math"]
     for arm in stacks.ARMS:

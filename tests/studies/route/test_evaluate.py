@@ -411,6 +411,7 @@ def test_explain_tells_scores_and_losses(places: Places) -> None:
     assert by_name["oracle"] <= min(by_name["base"], by_name["alpha"], by_name["beta"])
     assert found["loss_gap"] == (by_name["base"] - by_name["oracle"] < 0.01)
     assert set(found["active"]) == {n for n, s in found["scores"].items() if s > 0.12}
+    assert result.outcome == " + ".join(found["active"])
     without = explain(places, prompt=prompt).data
     assert without["losses"] is None
     assert without["scores"] == found["scores"]

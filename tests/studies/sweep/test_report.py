@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.keywords import said_in_python
 from mlxstacks.studies.sweep.cells import Cell, CellResult, read_results, write_result
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
@@ -59,6 +60,7 @@ def test_a_paired_difference_is_shown_where_seeds_agree() -> None:
     assert found["difference"]["mean"] == pytest.approx(-0.05)
     assert (found["difference"]["n"], found["finding"]) == (4, "excludes 0")
     assert "which excludes 0" in report.verdict
+    assert report.outcome == "loss of rank 8 against rank 2, 95% interval: lower"
 
 
 def test_a_null_is_a_result() -> None:
@@ -67,7 +69,7 @@ def test_a_null_is_a_result() -> None:
     )
     assert loss_difference(report)["finding"] == "holds 0"
     assert "undecided, so few seeds leave room for a difference of 0." in report.verdict
-    assert report.outcome == "loss by rank, 95% interval: holds 0"
+    assert report.outcome == "loss of rank 8 against rank 2, 95% interval: undecided"
     assert report.failed_gate is None
 
 
@@ -75,6 +77,17 @@ def test_one_seed_claims_nothing() -> None:
     report = made_up({(2, 0): 1.5, (8, 0): 0.5})
     assert loss_difference(report)["finding"] == "one seed"
     assert "one seed, so nothing follows from it" in report.verdict
+    assert report.outcome == "loss of rank 8 against rank 2: one seed, so no interval"
+
+
+def test_without_validation_rows_the_cause_and_the_remedy_are_told() -> None:
+    found = [result(Cell(rank, 0, "all", "down_proj", None), 1.0) for rank in (2, 8)]
+    for cell in found:
+        cell.figures.update(last_validation_loss=None, validation=[])
+    report = concluded(SweepSettings(ranks=(2, 8), policies=("refit", "promote")), found)
+    assert report.outcome == "no validation loss to compare"
+    assert "--data needs valid.jsonl beside train.jsonl" in report.verdict
+    assert "data=... needs valid.jsonl" in said_in_python(report).verdict
 
 
 def test_a_seed_that_crashed_at_one_rank_makes_no_pair() -> None:
@@ -150,13 +163,13 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     assert [(line.label, line.x, line.y) for line in fuse.series] == [
         ("refit", (0.0, 0.0), (25.0, 25.0)), ("promote", (2000.0, 2000.0), (99.0, 99.0)),
     ]  # fmt: skip
-    assert "loss by rank, 95% interval: " in report.outcome
 
 
 def test_nothing_trained_makes_no_plot_and_says_why() -> None:
     report = made_up({(2, 0): None})
     assert not [block for block in report.blocks if isinstance(block, Plot)]
     assert report.outcome == "no two ranks to compare"
+    assert made_up({(2, 0): 1.0}).verdict.startswith("Rank 2, 1 seed: 1 cell trained.")
     [note] = report.notes
     assert note.startswith("rank-2_seed-0_layers-all_down_proj: crashed: killed by SIGABRT (after ")
 

@@ -35,6 +35,7 @@ def test_a_bare_run_teaches_nano_in_its_own_directory(typed: Typed, work_dir: Pa
     assert code == 0, err
     assert "Using nano, the built-in model and its sample data." in err
     assert "The best weights were written." in " ".join(out.split())
+    assert "to validate; read as chat (messages or" in " ".join(out.split())
     report = json.loads((work_dir / "mlxstacks-out/train/result.json").read_text())["data"]
     assert report["best_validation_loss"] < report["first_validation_loss"]
     assert report["layers"] == [5]
