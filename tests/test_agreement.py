@@ -154,18 +154,18 @@ def test_rows_that_are_cut_or_of_another_template_are_noted(
     nano: tuple[Any, Any, tuple[Passage, ...]],
 ) -> None:
     model, tokenizer, _ = nano
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"text": "A red boat. " * 9},
         {"messages": [{"role": "human", "content": "Hi."}]},
         {"text": "<start_of_turn>user"},
     ]
-    notes = list[str]()
-    size = {"answer_tokens": 1, "most_tokens": 24}
+    notes, none = list[str](), list[str]()
+    size: dict[str, Any] = {"answer_tokens": 1, "most_tokens": 24}
     long, *_ = read_passages(rows, model, tokenizer, **size, notes=notes, command="compare ")
     assert len(long.tokens) == 24
     role, marker, cut = notes
     assert role.startswith("1 row with the role 'human', which the chat template does not name")
     assert marker.startswith("1 row with markers of another chat template (<start_of_turn>)")
     assert cut == "1 of 3 rows were cut to 24 tokens; compare --max-tokens changes that."
-    read_passages(ROWS, model, tokenizer, **size, notes=(none := []))
+    read_passages(ROWS, model, tokenizer, **size, notes=none)
     assert none == []

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError
+from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.studies.sweep.worker import measure_survival
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
@@ -46,6 +47,7 @@ def test_fp4_and_fp8_lose_less_the_finer_they_are(tmp_path: Path) -> None:
         model = write_qwen_moe(tmp_path / mode, hidden_size=64, mode=mode)
         keys = ["mlp.switch_mlp.down_proj", "self_attn.q_proj"]
         adapter = random_adapter(model, keys, std=0.02)
+        policies: tuple[PolicyName, ...]
         policies = ("refit", "keep", "nearest", "stochastic", "promote", "dequantize")
         found = measure_survival(model, adapter, policies)
         figures = [x for f in found.values() for x in f.values() if not isinstance(x, str | dict)]
