@@ -124,14 +124,12 @@ def fit_scales(target: Array, groups: Groups, inputs: InputStatistics) -> Groups
     at_once = max(1, _FITTED_AT_ONCE // (2 * count) ** 2)
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
-        fitted[part] += _best_change(target[part], codes[part], fitted[part], groups.dtype, inputs)
+        fitted[part] = _fitted(target[part], codes[part], fitted[part], groups.dtype, inputs)
     scales, biases = (x.ravel() for x in np.split(fitted, 2, axis=1))
     return Groups(groups.codes, scales, biases, groups.bits, groups.dtype)
 
 
-def _best_change(
-    target: Array, codes: Array, now: Array, dtype: str, inputs: InputStatistics
-) -> Array:
+def _fitted(target: Array, codes: Array, now: Array, dtype: str, inputs: InputStatistics) -> Array:
     """Shapes: target (N, K), codes (N, C, group_size), now and the result (N, 2 C): C scales, then
     C biases.
     """
@@ -155,13 +153,14 @@ def _best_change(
     diagonal += _RIDGE * diagonal.mean(axis=1, keepdims=True)
     lower = np.linalg.cholesky(equations)
     left = np.linalg.solve(lower, right[:, :, None])[:, :, 0]
-    change, most = np.empty_like(now), np.square(left).sum(axis=1)
+    new, before = np.empty_like(now), np.square(left).sum(axis=1)
     for place in reversed(range(2 * count)):
         best = now[:, place] + left[:, place] / lower[:, place, place]
-        change[:, place] = round_to(best.astype(np.float32), dtype) - now[:, place]
-        left[:, : place + 1] -= lower[:, place, : place + 1] * change[:, place, None]
-    change[np.square(left).sum(axis=1) >= most] = 0
-    return change
+        new[:, place] = round_to(best.astype(np.float32), dtype)
+        change = new[:, place] - now[:, place]
+        left[:, : place + 1] -= lower[:, place, : place + 1] * change[:, None]
+    closer = np.square(left).sum(axis=1) < before  # not where one overflows
+    return np.where(closer[:, None], new, now)
 
 
 def _dot(x: Array, y: Array) -> Array:
