@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -355,18 +355,25 @@ def allocate(
     with ThreadPoolExecutor(1) as pool:
         make, swap = Maker(settings, pool), swap_in(model)
         options_of = sensitivity(model, modules, choose_passages(passages), make)
-        tables = {}
-        for number, module in enumerate(modules, 1):
-            tables[module.path] = options_of(module)
+        steps = count(1)
+
+        def step() -> None:
             if advance:
-                advance(number, len(modules) + _MOST_ROUNDS)
+                advance(next(steps), len(modules) + _MOST_ROUNDS + 1)
+
+        tables = {}
+        for module in modules:
+            tables[module.path] = options_of(module)
+            step()
 
         def measure(choice: Mapping[str, Option]) -> float:
             with ExitStack() as stack:
                 for module in modules:
                     decision = choice[module.path].decision
                     stack.enter_context(swap(module, make(module, decision)))
-                return float(agree(model, reference).kl.mean(dtype="float64"))
+                kl = float(agree(model, reference).kl.mean(dtype="float64"))
+            step()
+            return kl
 
         return _search(tables, settings.target_kl, measure)
 
@@ -462,9 +469,9 @@ def blocks(allocation: Allocation, target: float) -> tuple[Block, ...]:
     """The widths that were chosen, the tries, and bytes against KL."""
     by_width = Counter(option.decision.bits for option in allocation.options.values())
     rows = []
-    for bits, count in sorted(by_width.items(), key=lambda pair: pair[0] or 0):
+    for bits, modules in sorted(by_width.items(), key=lambda pair: pair[0] or 0):
         chosen = [o for o in allocation.options.values() if o.decision.bits == bits]
-        rows.append((bits, count, sum(o.nbytes for o in chosen), sum(o.kl for o in chosen)))
+        rows.append((bits, modules, sum(o.nbytes for o in chosen), sum(o.kl for o in chosen)))
     chosen_table = Table.of(
         "target-kl", f"Bits for a KL of {target:g} nats per token",
         {"bits": "count", "modules": "count", "size": "bytes", "KL": ("number", 5)}, rows,
