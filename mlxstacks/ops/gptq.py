@@ -51,7 +51,7 @@ class InputStatistics:
     carry: Array
 
     @classmethod
-    def of(cls, moments: Array, damping: float = 0.1) -> "InputStatistics":
+    def of(cls, moments: Array, damping: float = 0.01) -> "InputStatistics":
         """moments: (K, K), H up to a factor. damping: share of the mean of its diagonal that is
         added to it; it stands for inputs that were not seen.
 

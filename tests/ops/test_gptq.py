@@ -30,7 +30,7 @@ def case(
 def by_the_formula(target: np.ndarray, grid: Groups, moments: np.ndarray) -> np.ndarray:
     """Codes (N, K): the inverse of what is left of H is made anew for each column."""
     rows, width = target.shape
-    h = moments / (np.trace(moments) / width) + 0.1 * np.eye(width)
+    h = moments / (np.trace(moments) / width) + 0.01 * np.eye(width)
     scales, biases = (
         np.repeat(x.reshape(rows, -1), GROUP, axis=1) for x in (grid.scales, grid.biases)
     )
