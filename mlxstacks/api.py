@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Union
 from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.outputs import check_target
 from mlxstacks.keywords import (
     ANSWERING,
     LOADING,
@@ -117,8 +118,7 @@ def train(
     `data` may also be rows: a list of dicts, a datasets.Dataset, a DataFrame, or
     {"train": rows, "valid": rows}. Without "valid", 2% of the rows are held out for validation, or
     none if there are few. Rows are saved next to the adapter, in a file named by their hash, and
-    read from there. Without save_path, a call replaces what the last one on the built-in model
-    wrote.
+    read from there. Without save_path, a call replaces what one with the same settings wrote.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -234,6 +234,7 @@ def _command(
             raise InputError(
                 "validation_rows: give the rows, as in data={'train': rows[5:], 'valid': rows[:5]}"
             )
+        _check_paths(values)
         if name in ("train", "align", "stack") and holds_rows(values.get("model")):
             raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
         _check_no_tables(values, name)
@@ -283,7 +284,8 @@ def _rows_written(data: Any, target: Path, keyword: str = "data") -> Iterator[Pa
     try:
         yield path
     except (InputError, StoreError) as error:
-        if path not in present and not work_path(target).exists():
+        unused = isinstance(error, OtherRunError) or not work_path(target).exists()
+        if path not in present and unused:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         line = rf"[^\s(]*{re.escape(path.name)}(?:/(\w+)\.jsonl)?, line (\d+)"
 
@@ -292,6 +294,7 @@ def _rows_written(data: Any, target: Path, keyword: str = "data") -> Iterator[Pa
             return f"{keyword}{part}, row {found[2]}"
 
         message = re.sub(line, in_memory, str(error))
+        message = message.replace(json.dumps(str(path)), "rows in memory")
         error.args = (message.replace(str(path), keyword),)
         raise
 
@@ -316,6 +319,19 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     is_list = isinstance(value, list | tuple) and any(isinstance(item, Result) for item in value)
     return [_plain(item) for item in value] if is_list else value
+
+
+def _check_paths(values: Mapping[str, Any]) -> None:
+    """Raises: InputError: a loaded model for its path. TargetError: a target that has no name."""
+    model = values.get("model")
+    first = model[0] if isinstance(model, tuple | list) and model else model
+    if hasattr(first, "parameters"):
+        raise InputError(
+            "model: got a loaded model; give the directory or hub id that it was loaded from"
+        )
+    save_path = values.get("save_path")
+    if isinstance(save_path, str | Path) and not (target := user_path(save_path)).name:
+        check_target(target)
 
 
 def _check_no_tables(values: Mapping[str, Any], function: str) -> None:
@@ -457,6 +473,7 @@ def load(
     given = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
     values = {"gap_log": "none", **{key: _plain(value) for key, value in given.items()}}
     with _in_python_words("load"):
+        _check_paths(values)
         _check_no_tables({"store": store, **values}, "load")
         answering = _answer_settings(values, "load")
         try:

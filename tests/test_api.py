@@ -685,7 +685,9 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             ("reward.0: a function is given as 'FILE.py:FUNCTION'; write it to a file",),
         ),
         (lambda: untyped.fuse(dry_runn=True), ("did you mean 'dry_run'",)),
-        (lambda: untyped.fuse(ms.load()[0], save_path="x"), ("model: got a mlx_lm Model;",)),
+        (lambda: untyped.fuse(ms.load(), save_path="x"), ("model: got a loaded model; give the",)),
+        (lambda: untyped.load(ms.load()[0]), ("model: got a loaded model; give the directory",)),
+        (lambda: untyped.train(data=PAIRS, save_path="."), ("must not be replaced; choose",)),
         (lambda: untyped.fuse(bits=3.5), ("bits: got 3.5; allowed: N or {PATTERN: N}",)),
     ],
 )

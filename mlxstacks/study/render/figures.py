@@ -342,15 +342,23 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
         _place_legend(figure, entries)
 
 
+# Of a point's name: points on paper from it, and how the text lies there.
+_BESIDE = (
+    ((6, 0), "left", "center"), ((-6, 0), "right", "center"),
+    ((0, 6), "center", "bottom"), ((0, -6), "center", "top"),
+)  # fmt: skip
+
+
 def _draw_frontier(figure: Any, plot: Plot) -> None:
     """Points that have names (the categories), those of a series joined in their order along x.
     Series with points at the same x are drawn beside each other; the outer ones have the names.
+    A name without room beside its point is left out.
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
-    from matplotlib.transforms import ScaledTranslation
+    from matplotlib.transforms import Bbox, ScaledTranslation
 
     figure.set_size_inches(WIDTH, 3.3 + 0.2 * ((len(plot.series) + 1) // 2))
-    ax, names = figure.subplots(), list[Any]()
+    ax, names, points = figure.subplots(), list[Any](), list[tuple[Any, Any, int]]()
     known = [
         {x for x, y in zip(series.x, series.y, strict=True) if y is not None}
         for series in plot.series
@@ -359,10 +367,6 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
     beside = [n for n, places in enumerate(known) if any(taken[x] > 1 for x in places)]
     for number, series in enumerate(plot.series):
         column, drawn = beside.index(number) if number in beside else 0, len(ax.lines)
-        offset, ha, va = ((0, 7), "center", "bottom") if number else ((6, -5), "left", "top")
-        if number in beside:
-            offset = (9 * column + 6 if column else -6, 0)
-            ha, va = "left" if column else "right", "center"
         colour, mark = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         order = sorted(range(len(series.x)), key=lambda n, x=series.x: x[n])  # type: ignore[misc]
         order = [n for n in order if series.y[n] is not None]
@@ -378,15 +382,15 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
             line.set_transform(
                 ax.transData + ScaledTranslation(column / 8, 0, figure.dpi_scale_trans)
             )
+        points += [(series.x[n], series.y[n], 9 * column) for n in order]
         inner = number in beside[1:-1]
         for n in order if len(names) < _MOST_NAMED_POINTS and not inner else ():
-            names.append(
-                ax.annotate(
-                    short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
-                    xytext=offset, textcoords="offset points", va=va, ha=ha,
-                    bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
-                )
+            name = ax.annotate(
+                short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
+                xytext=(0, 0), textcoords="offset points",
+                bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
+            names.append((name, 9 * column))
     for number, place in enumerate(plot.references.values()):
         ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
@@ -403,11 +407,22 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
     ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
     figure.draw_without_rendering()
-    shown: list[Any] = []
-    for name in names:  # of two that are at one place the first
-        box = name.get_window_extent()
-        name.set_visible(not any(box.overlaps(other) for other in shown))
-        shown += [box] if name.get_visible() else []
+    pixels = figure.dpi / 72
+    shown: list[Any] = []  # boxes of points, then of names
+    for x, y, right in points:
+        left, bottom = ax.transData.transform((x, y))
+        shown.append(
+            Bbox.from_bounds(left + (right - 3) * pixels, bottom - 3 * pixels, *[6 * pixels] * 2)
+        )
+    for name, right in names:  # hidden where there is no room beside its point
+        for (x, y), ha, va in _BESIDE:
+            name.set(position=(x + right, y), ha=ha, va=va, visible=True)
+            box = name.get_window_extent()
+            is_inside = ax.bbox.contains(*box.min) and ax.bbox.contains(*box.max)
+            name.set_visible(is_inside and not any(box.overlaps(other) for other in shown))
+            if name.get_visible():
+                shown.append(box)
+                break
     groups = {n: series.label for n, series in enumerate(plot.series)}
     _legend(figure, groups if len(groups) > 1 else {}, plot.references)
 
