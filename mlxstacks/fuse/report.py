@@ -319,7 +319,7 @@ def verdict(
     else:
         many, reached = len(totals) > 1, totals[-1].correlation
         parts = [
-            (f"stage {place}: " if many else "") + _fidelity_words(figures)
+            (f"stage {place}: " if many else "") + _fidelity_words(figures, _of_outputs(stages))
             for place, figures in enumerate(totals, 1)
         ]
         if many and total is not None:
@@ -346,14 +346,21 @@ def verdict(
     return sentence
 
 
-def _fidelity_words(total: Fidelity) -> str:
+def _of_outputs(stages: Sequence[StageReport]) -> bool:
+    """Whether figures are of modules' outputs: gptq is alone in its fuse."""
+    return any(module.policy.startswith("gptq") for module in stages[-1].modules)
+
+
+def _fidelity_words(total: Fidelity, of_outputs: bool = False) -> str:
     if total.correlation is None or total.survival is None or total.noise is None:
         return "nothing to add"
     noise = "next to no noise"
     if total.noise >= 0.005:
         noise = f"noise {total.noise:.2g} times that change"
     return (
-        f"correlation {total.correlation:.3f} with the trained change, survival "
+        "of the modules' outputs, "
+        * of_outputs
+        + f"correlation {total.correlation:.3f} with the trained change, survival "
         f"{_percent(total.survival)}, {noise}"
     )
 
@@ -458,7 +465,8 @@ def _outcome(report: FuseReport) -> str:
             return "not measured"
         moved = f"the fuse alone moves weights by {percent(total.artifact)}"
         return moved if total.artifact else "no artifact"
-    words = f"correlation {fixed(total.correlation)}, survival {percent(total.survival)}"
+    words = "of outputs: " * _of_outputs(report.stages)
+    words += f"correlation {fixed(total.correlation)}, survival {percent(total.survival)}"
     words += f", noise {number(total.noise, 2)}"
     return f"{words}, artifact {percent(total.artifact)}" if total.artifact else words
 
@@ -478,7 +486,9 @@ def _stage_blocks(stage: StageReport, place: int, which: str, zero: bool) -> lis
     blocks: list[Block] = [
         Table.of(
             f"fidelity-{place}", f"Fidelity by module{which}, worst modules first", _COLUMNS, rows,
-            caption=f"Adapter: {stage.adapter}. {_LEGEND}.",
+            caption=f"Adapter: {stage.adapter}. {_LEGEND}"
+            + "; here D and F are what they do to the modules' outputs" * _of_outputs([stage])
+            + ".",
         ),
         _weights(modules, stage.total, which, place),
     ]  # fmt: skip
@@ -544,10 +554,12 @@ def _plot(
     if not spans:
         return None
     title = f"{'Change at zero delta' if zero else 'Fidelity'} by module{which}"
+    of_outputs = any(module.policy.startswith("gptq") for module in modules)
+    kinds = "share" if zero else "correlation or survival" + " of its outputs" * of_outputs
     return Plot(
         id=f"fidelity-plot-{place}", title=title, kind="series", series=tuple(series),
         categories=tuple(names[module.path] for module in modules),
-        x_label="share" if zero else "correlation or survival",
+        x_label=kinds,
         references={} if zero else {"all of the delta": 1.0},
         alt=f"{title}: a dot for each of {len(modules)} modules. {'; '.join(spans)}.",
     )  # fmt: skip

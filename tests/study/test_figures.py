@@ -182,15 +182,17 @@ def test_every_line_is_drawn_apart_from_the_others_or_the_legend_says_so() -> No
     assert figure.legends[0].get_texts()[-1].get_text() == "1 other"
 
 
-def test_series_at_the_same_bytes_are_drawn_beside_each_other() -> None:
-    series = [Series(label=f"policy {n}", x=(0.0, 0.0), y=(70.0 + n, 90.0 + n)) for n in range(3)]
+def test_points_at_one_place_lie_within_each_other_at_their_values() -> None:
+    series = [Series(label=f"policy {n}", x=(0.0, 0.0), y=(70.0, 90.0)) for n in range(3)]
     figure = figure_of(plot_of("frontier", series, categories=("rank 2", "rank 4"), unit="bytes"))
     assert problems(figure) == []
-    lines = figure.axes[0].get_lines()
-    marked = [line.get_window_extent() for line in lines if line.get_marker() != "None"]
-    assert all(b.x0 - a.x0 > 8 for a, b in pairwise(marked))
-    names = [text for text in figure.axes[0].texts if text.get_visible()]
-    assert [text.get_text() for text in names] == ["rank 2", "rank 4"] * 2
+    marked = [line for line in figure.axes[0].get_lines() if line.get_marker() != "None"]
+    assert all(list(line.get_xdata()) == [0.0, 0.0] for line in marked)
+    assert all(line.get_transform() == figure.axes[0].transData for line in marked)
+    sizes = [line.get_markersize() for line in marked]
+    assert sizes == sorted(set(sizes), reverse=True)
+    names = {text.get_text() for text in figure.axes[0].texts if text.get_visible()}
+    assert names == {"rank 2", "rank 4"}
 
 
 def test_names_are_told_apart_where_they_are_cut() -> None:

@@ -290,7 +290,7 @@ def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return {"prefix": "first domain only"}.get(name, name.replace("_", " "))
 
 
 def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
@@ -314,7 +314,7 @@ def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
         {"panel": "text", "mode": "text", "loss": ("number", 3), "exactly right": "count",
          "of answers": "count"},
         (
-            (name, panel["mode"], panel["losses"].get(ALL), panel["exactly_right"],
+            (name, _words(panel["mode"]), panel["losses"].get(ALL), panel["exactly_right"],
              panel["samples"])
             for name, panel in data["panels"].items()
         ),
@@ -342,10 +342,12 @@ def _loss_blocks(data: Mapping[str, Any]) -> Iterator[Block]:
     yield Table.of("losses", "Loss, nats per token", columns, (
         (group, count, *(row.get(group, {}).get("value") for row in modes.values()))
         for group, count in groups.items()
-    ))  # fmt: skip
+    ), caption="Ungated: every domain on. Routed: weights by the router; routed hard: 0 or 1. "
+        "Oracle domain: the domains of the row's label. Random stack: of equal norm, for those. "
+        "First domain only: as after training one domain.")  # fmt: skip
     yield interval_plot(
         "modes", "Loss in each mode, mean over domains",
-        {mode: row[ALL] for mode, row in modes.items()}, "loss, nats per token",
+        {_words(mode): row[ALL] for mode, row in modes.items()}, "loss, nats per token",
     )  # fmt: skip
     yield interval_plot(
         "differences", "Difference to the base, same tokens, mean over domains",

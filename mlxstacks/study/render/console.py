@@ -42,6 +42,11 @@ def print_result(console: "Console", result: "Document", in_python: bool = False
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
                 console.print(paragraph, markup=False)
+    folded = [b for b in result.shown_blocks if b.block == "table" and b.folded and b.rows]
+    if folded and result.status == "done":
+        names = ", ".join(block.id if in_python else block.title for block in folded)
+        where = "result.table(ID)" if in_python else _all_rows(result)
+        console.print(f"More tables, {where}: {names}.", markup=False, style="dim")
     for line in (*result.power, *result.notes):
         console.print(line, markup=False, style="dim")
     if written := _written(result):

@@ -10,7 +10,6 @@ import io
 import math
 import textwrap
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -344,29 +343,22 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
 
 # Of a point's name: points on paper from it, and how the text lies there.
 _BESIDE = (
-    ((6, 0), "left", "center"), ((-6, 0), "right", "center"),
-    ((0, 6), "center", "bottom"), ((0, -6), "center", "top"),
+    ((9, 0), "left", "center"), ((-9, 0), "right", "center"),
+    ((0, 9), "center", "bottom"), ((0, -9), "center", "top"),
 )  # fmt: skip
 
 
 def _draw_frontier(figure: Any, plot: Plot) -> None:
     """Points that have names (the categories), those of a series joined in their order along x.
-    Series with points at the same x are drawn beside each other; the outer ones have the names.
-    A name without room beside its point is left out.
+    Markers are open, the first series' the largest: points at one place lie within each other. A
+    name without room beside its point is left out.
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
-    from matplotlib.transforms import Bbox, ScaledTranslation
+    from matplotlib.transforms import Bbox
 
     figure.set_size_inches(WIDTH, 3.3 + 0.2 * ((len(plot.series) + 1) // 2))
-    ax, names, points = figure.subplots(), list[Any](), list[tuple[Any, Any, int]]()
-    known = [
-        {x for x, y in zip(series.x, series.y, strict=True) if y is not None}
-        for series in plot.series
-    ]
-    taken = Counter(x for places in known for x in places)
-    beside = [n for n, places in enumerate(known) if any(taken[x] > 1 for x in places)]
+    ax, names, points = figure.subplots(), list[Any](), list[tuple[Any, Any]]()
     for number, series in enumerate(plot.series):
-        column, drawn = beside.index(number) if number in beside else 0, len(ax.lines)
         colour, mark = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         order = sorted(range(len(series.x)), key=lambda n, x=series.x: x[n])  # type: ignore[misc]
         order = [n for n in order if series.y[n] is not None]
@@ -376,21 +368,18 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
                 ax.plot([series.x[n]] * 2, [low, high], color=colour, alpha=0.6, linewidth=1.6)
         ax.plot(
             [series.x[n] for n in order], [series.y[n] for n in order], color=colour, marker=mark,
-            linestyle=DASHES[number % len(DASHES)], markersize=6,
+            linestyle=DASHES[number % len(DASHES)], markerfacecolor="none", markeredgewidth=1.4,
+            markersize=max(5, 5 + 3 * (min(len(plot.series), 4) - 1 - number)),
         )  # fmt: skip
-        for line in ax.lines[drawn:]:  # beside each other on paper, not in the data
-            line.set_transform(
-                ax.transData + ScaledTranslation(column / 8, 0, figure.dpi_scale_trans)
-            )
-        points += [(series.x[n], series.y[n], 9 * column) for n in order]
-        inner = number in beside[1:-1]
-        for n in order if len(names) < _MOST_NAMED_POINTS and not inner else ():
-            name = ax.annotate(
-                short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
-                xytext=(0, 0), textcoords="offset points",
-                bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
+        points += [(series.x[n], series.y[n]) for n in order]
+        for n in order if len(names) < _MOST_NAMED_POINTS else ():
+            names.append(
+                ax.annotate(
+                    short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
+                    xytext=(0, 0), textcoords="offset points",
+                    bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
+                )
             )  # fmt: skip
-            names.append((name, 9 * column))
     for number, place in enumerate(plot.references.values()):
         ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
@@ -407,16 +396,13 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
     ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
     figure.draw_without_rendering()
-    pixels = figure.dpi / 72
+    half = 4 * figure.dpi / 72
     shown: list[Any] = []  # boxes of points, then of names
-    for x, y, right in points:
-        left, bottom = ax.transData.transform((x, y))
-        shown.append(
-            Bbox.from_bounds(left + (right - 3) * pixels, bottom - 3 * pixels, *[6 * pixels] * 2)
-        )
-    for name, right in names:  # hidden where there is no room beside its point
-        for (x, y), ha, va in _BESIDE:
-            name.set(position=(x + right, y), ha=ha, va=va, visible=True)
+    for x, y in map(ax.transData.transform, points):
+        shown.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+    for name in names:
+        for offset, ha, va in _BESIDE:
+            name.set(position=offset, ha=ha, va=va, visible=True)
             box = name.get_window_extent()
             is_inside = ax.bbox.contains(*box.min) and ax.bbox.contains(*box.max)
             name.set_visible(is_inside and not any(box.overlaps(other) for other in shown))
