@@ -129,7 +129,7 @@ def check_tables(result: Result) -> None:
     losses = result.table("losses").set_index("prompts")
     assert [*losses.columns] == [
         "rows", "base", "ungated", "routed", "routed_hard", "oracle_domain", "random_stack",
-        "prefix",
+        "first_domain_only",
     ]  # fmt: skip
     assert losses["routed"]["alpha"] == result.data["matrix"]["routed"]["alpha"]["value"]
     difference = result.data["differences"]["base"]["ungated"]["all domains"]
