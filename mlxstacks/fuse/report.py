@@ -319,7 +319,8 @@ def verdict(
     else:
         many, reached = len(totals) > 1, totals[-1].correlation
         parts = [
-            (f"stage {place}: " if many else "") + _fidelity_words(figures, _of_outputs(stages))
+            (f"stage {place}: " if many else "")
+            + _fidelity_words(figures, _of_outputs(stages[-1].modules))
             for place, figures in enumerate(totals, 1)
         ]
         if many and total is not None:
@@ -346,9 +347,9 @@ def verdict(
     return sentence
 
 
-def _of_outputs(stages: Sequence[StageReport]) -> bool:
+def _of_outputs(modules: Sequence[ModuleReport]) -> bool:
     """Whether figures are of modules' outputs: gptq is alone in its fuse."""
-    return any(module.policy.startswith("gptq") for module in stages[-1].modules)
+    return any(module.policy.startswith("gptq") for module in modules)
 
 
 def _fidelity_words(total: Fidelity, of_outputs: bool = False) -> str:
@@ -465,7 +466,7 @@ def _outcome(report: FuseReport) -> str:
             return "not measured"
         moved = f"the fuse alone moves weights by {percent(total.artifact)}"
         return moved if total.artifact else "no artifact"
-    words = "of outputs: " * _of_outputs(report.stages)
+    words = "of outputs: " * _of_outputs(report.stages[-1].modules)
     words += f"correlation {fixed(total.correlation)}, survival {percent(total.survival)}"
     words += f", noise {number(total.noise, 2)}"
     return f"{words}, artifact {percent(total.artifact)}" if total.artifact else words
@@ -487,7 +488,7 @@ def _stage_blocks(stage: StageReport, place: int, which: str, zero: bool) -> lis
         Table.of(
             f"fidelity-{place}", f"Fidelity by module{which}, worst modules first", _COLUMNS, rows,
             caption=f"Adapter: {stage.adapter}. {_LEGEND}"
-            + "; here D and F are what they do to the modules' outputs" * _of_outputs([stage])
+            + "; here D and F are what they do to the modules' outputs" * _of_outputs(modules)
             + ".",
         ),
         _weights(modules, stage.total, which, place),
@@ -554,8 +555,8 @@ def _plot(
     if not spans:
         return None
     title = f"{'Change at zero delta' if zero else 'Fidelity'} by module{which}"
-    of_outputs = any(module.policy.startswith("gptq") for module in modules)
-    kinds = "share" if zero else "correlation or survival" + " of its outputs" * of_outputs
+    kinds = "correlation or survival" + " of its outputs" * _of_outputs(modules)
+    kinds = "share" if zero else kinds
     return Plot(
         id=f"fidelity-plot-{place}", title=title, kind="series", series=tuple(series),
         categories=tuple(names[module.path] for module in modules),

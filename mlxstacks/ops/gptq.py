@@ -26,7 +26,7 @@ from mlxstacks.ops.policies import Groups
 # Columns whose errors reach the rest of the matrix in one product.
 _TOGETHER = 32
 # Numbers in the normal equations of the rows that are fitted at once.
-_FITTED_AT_ONCE = 1 << 22
+_FITTED_AT_ONCE = 1 << 24
 # Added to their diagonal, of it and of its mean: codes that are all alike leave scale or bias free.
 _RIDGE = 1e-6
 
@@ -121,24 +121,29 @@ def fit_scales(target: Array, groups: Groups, inputs: InputStatistics) -> Groups
     codes = groups.codes.reshape(rows, -1, groups.codes.shape[1])
     count = codes.shape[1]
     fitted = np.hstack([x.reshape(rows, count) for x in (groups.scales, groups.biases)])
+    of_ones = inputs.moments.reshape(len(inputs.moments), count, -1).sum(-1)
     at_once = max(1, _FITTED_AT_ONCE // (2 * count) ** 2)
     for first in range(0, rows, at_once):
         part = slice(first, first + at_once)
-        fitted[part] = _fitted(target[part], codes[part], fitted[part], groups.dtype, inputs)
+        fitted[part] = _fitted(
+            target[part], codes[part], fitted[part], groups.dtype, inputs.moments, of_ones
+        )
     scales, biases = (x.ravel() for x in np.split(fitted, 2, axis=1))
     return Groups(groups.codes, scales, biases, groups.bits, groups.dtype)
 
 
-def _fitted(target: Array, codes: Array, now: Array, dtype: str, inputs: InputStatistics) -> Array:
+def _fitted(
+    target: Array, codes: Array, now: Array, dtype: str, moments: Array, of_ones: Array
+) -> Array:
     """Shapes: target (N, K), codes (N, C, group_size), now and the result (N, 2 C): C scales, then
-    C biases.
+    C biases. of_ones: (K, C), moments with ones in each group.
     """
     count, group_size = codes.shape[1:]
     codes = codes.astype(np.float32)
-    of_groups = inputs.moments.reshape(count, group_size, -1)
-    of_ones = of_groups.reshape(count, group_size, count, group_size).sum(-1)
+    of_groups = moments.reshape(count, group_size, -1)
+    of_ones = of_ones.reshape(count, group_size, count)
     error = target - (codes * now[:, :count, None] + now[:, count:, None]).reshape(target.shape)
-    pull = (error @ inputs.moments).reshape(codes.shape)
+    pull = (error @ moments).reshape(codes.shape)
     right = np.hstack([_dot(pull, codes), pull.sum(-1)]).astype(np.float64)
     # The normal equations of a row; Cholesky reads the lower triangle only.
     equations = np.empty((len(codes), 2 * count, 2 * count))

@@ -159,7 +159,7 @@ def _other_settings(name: str, resolved: Resolved) -> list[str]:
     from mlxstacks.study.run_directory import what_differs
 
     report, _ = _report_in(name, resolved)
-    if not report or _made_by(report, resolved):
+    if not report:
         return []
     now = resolved.settings.model_dump(mode="json")
     old, new = (

@@ -151,6 +151,7 @@ class Cell:
         self.parts = 2 * len(self.names) + 4
         self.data = {name: read_train_data(d, Path()) for name, d in self.about.items()}
         self.longest = settings.pretrain.max_seq_length
+        self.protected: NullBasis | None = None  # for the domain that was asked for last
 
     def run(self) -> dict[str, Any]:
         corpus = train_data_settings(self.settings.corpus or "")
@@ -220,7 +221,7 @@ class Cell:
             if name not in self.store.blocks:
                 self._train(name, domain, basis, place)
             block = load_block(self.store_path, self.store, name)
-            self.blocked.blocks[name] = block
+            self.blocked.blocks = {**self.blocked.blocks, name: block}
             if basis is None:
                 continue
             inside = basis.vectors.T @ block.out.weight
@@ -235,7 +236,7 @@ class Cell:
         return measured
 
     def _basis(self, domain: str, kind: str) -> NullBasis | None:
-        """Directions that a block may not write into."""
+        """Directions that a block may not write into; of domains, asked for in their order."""
         place, width = self.names.index(domain), int(self.config["hidden_size"])
         if kind == "slice":  # the first one is the base's own
             share = width // (len(self.names) + 1)
@@ -245,19 +246,17 @@ class Cell:
             return NullBasis(mx.array(vectors), None, vectors.shape[1] / width)
         if kind == "none" or place == 0:
             return None
-        basis: NullBasis | None = None
-        for stage in range(1, place + 1):
-            earlier = self.names[:stage]
-            means = [
-                sum(self._mean_output(name, row) for name in earlier)
-                for source in earlier
-                for row in self.rows["validation"][source]
-            ]
-            basis = null_basis(
-                np.stack(means), self.settings.directions, scope="cumulative", previous=basis,
-                seed=self.seed,
-            )  # fmt: skip
-        return basis
+        earlier = self.names[:place]
+        means = [
+            sum(self._mean_output(name, row) for name in earlier)
+            for source in earlier
+            for row in self.rows["validation"][source]
+        ]
+        self.protected = null_basis(
+            np.stack(means), self.settings.directions, scope="cumulative",
+            previous=self.protected, seed=self.seed,
+        )  # fmt: skip
+        return self.protected
 
     def _mean_output(self, name: str, row: Row) -> Any:
         x = self.blocked.embed_tokens(mx.array([row.tokens]))
@@ -272,7 +271,7 @@ class Cell:
         initial = partial(set_initial_weights, seed=self.seed + 1)
         block = new_block(self.config, shape.num_layers, shape.stack, key, initial)
         block.protect(None if basis is None else basis.vectors)
-        self.blocked.blocks = {name: block}
+        others, self.blocked.blocks = self.blocked.blocks, {name: block}
         self.blocked.select({name: 1.0})
         self.model.train()
         lengths = tuple(len(row.tokens) for row in rows)
@@ -307,9 +306,7 @@ class Cell:
         self.store = add_block(
             self.store_path, self.store, name, block_arrays(block), shape.model_dump(mode="json")
         )
-        self.blocked.blocks = {
-            name: load_block(self.store_path, self.store, name) for name in self.store.blocks
-        }
+        self.blocked.blocks = others
         self.model.eval()
 
     # --- what is measured -------------------------------------------------------------------------
@@ -437,6 +434,7 @@ class Cell:
         """Domain with a format -> arm -> answers, those in the format, and some of them."""
         formats = _formats(self.settings)
         figures: dict[str, dict[str, Any]] = {}
+        examples = self._examples("validation", self.settings.prompts)
         for name in self.names:
             if name not in formats:
                 continue
@@ -444,8 +442,7 @@ class Cell:
             arms = ["base", "ungated", "routed"] + [f"{self.control}-shuffled"] * (
                 name == self.control
             )
-            tests = [e for e in self._examples("validation", self.settings.prompts)
-                     if e.label == (name,)]  # fmt: skip
+            tests = [example for example in examples if example.label == (name,)]
             figures[name] = {}
             for arm in arms:
                 answers = [self._answer(example, arm) for example in tests]
