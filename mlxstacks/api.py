@@ -374,7 +374,7 @@ def _takes_rows(name: str, data: Any) -> bool:
     keyword = keywords_of(name).get("data")
     if keyword is None or keyword.is_list or data is None or isinstance(data, str | Path):
         return False
-    of_domains = name.startswith("stack")
+    of_domains = name.startswith(("stack", "route", "psn", "grow", "distill"))
     of_parts = name in ("train", "align") and isinstance(data, Mapping) and "sources" not in data
     if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
         raise InputError(
@@ -391,7 +391,8 @@ def _takes_rows(name: str, data: Any) -> bool:
         wanted = f"the rows of each domain by its name, as in {{'islands': {rows}}}"
     else:
         wanted = f"rows, {rows}; or both parts as {{'train': rows, 'valid': rows}}"
-    raise InputError(f"data: got {shown(data)}; give a path, or {wanted}")
+    got = "rows without a name" if holds_rows(data) else shown(data)
+    raise InputError(f"data: got {got}; give a path, or {wanted}")
 
 
 def _called(

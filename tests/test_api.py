@@ -266,6 +266,10 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         (lambda: untyped.train(data=[]), ("data", "no row")),
         (lambda: untyped.train(data={"a": 1}), ("got {'a': 1}", "[{'prompt': ...", "{'train':")),
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
+        (
+            lambda: untyped.route_discover(data=DataFrame({"prompt": ["a"]})),
+            ("got rows without a name; give", "as in {'islands': [{'prompt': ..., "),
+        ),
         (lambda: untyped.train([{"text": "a"}]), ("ms.train(data=rows)",)),
         (
             lambda: untyped.stack(domains=[{"name": "plus", "data": [{"prompt": "a"}]}]),
