@@ -378,8 +378,9 @@ def _takes_rows(name: str, data: Any) -> bool:
     of_parts = name in ("train", "align") and isinstance(data, Mapping) and "sources" not in data
     if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
         raise InputError(
-            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid', or "
-            "rows as a list of dicts or a DataFrame"
+            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid', as "
+            "in {'train': data['train'], 'valid': data['test']}, or rows as a list of dicts or a "
+            "DataFrame"
         )
     if holds_rows(data) and isinstance(data, Mapping) >= of_domains:
         return True

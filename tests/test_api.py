@@ -262,7 +262,7 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         (lambda: untyped.confound("/nowhere"), ("items=...", "persona=...")),
         (lambda: untyped.recipes("fuze"), ("'fuse'",)),
         (lambda: untyped.train(data=[1]), ("data", "row 1", "int", "dicts")),
-        (lambda: untyped.train(data=[{"text": object()}]), ("data", "row 1", "object")),
+        (lambda: untyped.train(data=[{"text": object()}]), ("data: row 1, 'text': got object;",)),
         (lambda: untyped.train(data=[]), ("data", "no row")),
         (lambda: untyped.train(data={"a": 1}), ("got {'a': 1}", "[{'prompt': ...", "{'train':")),
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
@@ -277,7 +277,7 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         ),
         (
             lambda: untyped.train(data={"train": [{"text": "a"}], "test": [{"text": "b"}]}),
-            ("'test' is no part",),
+            ("'test' is no part", "'valid': data['test']"),
         ),
         (lambda: untyped.train(eval_dataset=[]), ("'data'", "{'train': rows, 'valid': rows}")),
         (lambda: untyped.train(data=[], validation_rows=5), ("data={'train': rows[5:], 'valid'",)),
@@ -542,6 +542,11 @@ def test_frames_have_gaps_and_dates(tmp_path: Path) -> None:
     assert json.loads(lines[0])["score"] == 1.5
     assert json.loads(lines[0])["at"].startswith("2026-01-02")
     assert json.loads(lines[1]) == {"text": "b", "score": None, "at": None}
+    turns = np.array([{"n": np.int8(1)}], dtype=object)
+    of_numpy = {"text": np.str_("a"), "n": np.float32(0.5), "turns": turns}
+    assert write_rows([of_numpy], tmp_path / "y").read_text() == (
+        '{"text": "a", "n": 0.5, "turns": [{"n": 1}]}\n'
+    )
 
 
 def test_a_store_finds_the_rows_of_its_domains_again(tmp_path: Path) -> None:
