@@ -584,6 +584,12 @@ def test_a_result_stands_for_its_directory_and_prints_in_a_notebook(
     assert "groups" in made.tables
     assert {"table", "plot", "verdict", "tables"} <= set(dir(made))
     assert "model_dump_json" not in dir(made)
+    page = pydoc.render_doc(made, renderer=PLAIN)
+    assert not re.search(r"model_dump|__|\(\*", page)
+    assert all(f"\n |  {name}" in page for name in ("table(self, id", "open(path", "as_json"))
+    described = re.findall(r"^ \|      ([a-z][a-z_(), ]+?)(?:  |$)", page, re.M)
+    fields = {name for line in described for name in line.split(", ") if "(" not in name}
+    assert {"verdict", "data", "settings", "directory"} <= fields <= {*Result.model_fields}, fields
     assert 'class="note">groups</code>' in made._repr_html_()
 
 
