@@ -672,7 +672,7 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
         ),
         (
             lambda: untyped.fuse(nano_paths().adapter_path, save_path="x"),
-            ("is an adapter, not a model; give it with adapter_path=", "base with model="),
+            ("adapter, not a model; give its base with model=..., and it with adapter_path=...",),
         ),
         (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
         (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),

@@ -339,9 +339,10 @@ def _with_nano(
         needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
         model = user_path(str(settings.model))  # type: ignore[attr-defined]
         if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
+            taken = {"adapter_path", "resume_adapter_file"} & type(settings).model_fields.keys()
+            options = "".join(f", and it with --{key.replace('_', '-')}" for key in taken)
             raise InputError(
-                f"{name}: {model} is an adapter, not a model; give it with --adapter-path, and its "
-                "base with --model"
+                f"{name}: {model} is an adapter, not a model; give its base with --model{options}"
             )
         if needed:
             raise InputError(f"{name}: a model of your own needs {', '.join(needed)} too")
