@@ -430,6 +430,8 @@ def _called(
 def _in_python_words(name: str | None) -> Iterator[None]:
     """Errors name keywords, not options of the command line, and show no files of ours."""
     keywords = keywords_of(name) if name else {}
+    if name == "generate":  # what was decided when the model was loaded
+        keywords = keywords_of("load") | keywords
     try:
         yield
     except (InputError, StoreError) as error:
@@ -591,11 +593,13 @@ def _answer_settings(values: Mapping[str, Any], function: str) -> "AnswerSetting
     """Raises: InputError for a setting that the function does not take, and for a bad value."""
     from mlxstacks.routing.settings import AnswerSettings
 
-    known = {"load": LOADING, "generate": ANSWERING}[function]
+    known, other = {"load": (LOADING, "generate"), "generate": (ANSWERING, "load")}[function]
     names = keywords_of(function)
     for key in values:
         if key not in known:
             instead = key_elsewhere("generate", key, known)
+            if key in keywords_of(other):
+                instead = f"it goes to ms.{other}"
             if key == "verbose":
                 instead = "the answer is returned; print it"
             listed = f"{nearest(key, names)} (known: {', '.join(names)})"
