@@ -309,7 +309,7 @@ def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
         choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
         allowed = {str(choice) for part in choices for choice in get_args(part)}
         is_code = value and (value.isupper() or value[0].isdigit() or {*value} & {*"._/"})
-        is_value = is_code or value in allowed
+        is_value = is_code or value in allowed or after[:1] == "="
         return _assigned(keys, _as_code(value)) if is_value else _assigned(keys, "...") + after
 
     # "--key, --set key=..." says one thing twice

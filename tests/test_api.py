@@ -198,6 +198,7 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
             "model is missing; give model=... or a",
         ),
         ("stack", "--compile off", "compile_step='off'"),
+        ("eval", "it is for --tasks=items: give", "it is for tasks='items': give"),
         ("sweep", "; --base stored rounds as", "; train={\"base\": 'stored'} rounds as"),
         ("confound", "(--keys a.down_proj)", "(train={\"keys\": 'a.down_proj'})"),
     ],
