@@ -43,7 +43,7 @@ _ON_ANY = {
 WIDTH = 4.4
 FORMATS = ("png", "svg")
 # Longer names of ticks are cut, with three dots; tables have them whole.
-LONGEST_TICK = 34
+LONGEST_TICK = 40
 # Rows that get their name and number each. More are drawn closer, and every so many is named;
 # beyond the last limit a plot has the first ones alone, which it says. Lines beyond the first are
 # grey.
