@@ -374,12 +374,13 @@ def _takes_rows(name: str, data: Any) -> bool:
     keyword = keywords_of(name).get("data")
     if keyword is None or keyword.is_list or data is None or isinstance(data, str | Path):
         return False
-    of_domains = name.startswith("stack")
+    of_domains = name.startswith(("stack", "route", "psn", "grow", "distill"))
     of_parts = name in ("train", "align") and isinstance(data, Mapping) and "sources" not in data
     if of_parts and (unknown := sorted(map(str, data.keys() - _PARTS))) and holds_rows(data):
         raise InputError(
-            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid', or "
-            "rows as a list of dicts or a DataFrame"
+            f"data: {', '.join(map(repr, unknown))} is no part of it; give 'train' and 'valid', as "
+            "in {'train': data['train'], 'valid': data['test']}, or rows as a list of dicts or a "
+            "DataFrame"
         )
     if holds_rows(data) and isinstance(data, Mapping) >= of_domains:
         return True
@@ -391,7 +392,8 @@ def _takes_rows(name: str, data: Any) -> bool:
         wanted = f"the rows of each domain by its name, as in {{'islands': {rows}}}"
     else:
         wanted = f"rows, {rows}; or both parts as {{'train': rows, 'valid': rows}}"
-    raise InputError(f"data: got {shown(data)}; give a path, or {wanted}")
+    got = "rows without a name" if holds_rows(data) else shown(data)
+    raise InputError(f"data: got {got}; give a path, or {wanted}")
 
 
 def _called(
@@ -428,6 +430,8 @@ def _called(
 def _in_python_words(name: str | None) -> Iterator[None]:
     """Errors name keywords, not options of the command line, and show no files of ours."""
     keywords = keywords_of(name) if name else {}
+    if name == "generate":  # what was decided when the model was loaded
+        keywords = keywords_of("load") | keywords
     try:
         yield
     except (InputError, StoreError) as error:
@@ -589,11 +593,13 @@ def _answer_settings(values: Mapping[str, Any], function: str) -> "AnswerSetting
     """Raises: InputError for a setting that the function does not take, and for a bad value."""
     from mlxstacks.routing.settings import AnswerSettings
 
-    known = {"load": LOADING, "generate": ANSWERING}[function]
+    known, other = {"load": (LOADING, "generate"), "generate": (ANSWERING, "load")}[function]
     names = keywords_of(function)
     for key in values:
         if key not in known:
             instead = key_elsewhere("generate", key, known)
+            if key in keywords_of(other):
+                instead = f"it goes to ms.{other}"
             if key == "verbose":
                 instead = "the answer is returned; print it"
             listed = f"{nearest(key, names)} (known: {', '.join(names)})"

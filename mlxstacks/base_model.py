@@ -130,10 +130,7 @@ def load(
     path = Path(model_path)
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
-            raise CheckpointError(
-                f"{path}: an adapter, not a model; give it with --adapter-path, and its base as "
-                "the model"
-            )
+            raise CheckpointError(f"{path}: an adapter, not a model; give its base as the model")
         raise CheckpointError(f"{path}: no config.json; give a directory with an mlx model")
     if not _has_vocabulary(path):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")

@@ -6,7 +6,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import fill
 from types import NoneType, UnionType
@@ -49,7 +49,7 @@ _MOST_KEYS = 20  # of nested settings; those of a whole command have a function 
 @dataclass(frozen=True, slots=True)
 class Keyword:
     """kind: a type that type checkers and people read. flag: of the command line. is_list: where
-    one value stands for a list of one. keys: of nested settings, a line each.
+    one value stands for a list of one. keys: of nested settings.
     """
 
     kind: Any
@@ -57,7 +57,7 @@ class Keyword:
     meaning: str
     flag: str
     is_list: bool = False
-    keys: tuple[str, ...] = ()
+    keys: Mapping[str, "Keyword"] = field(default_factory=dict)
 
 
 def keywords_of(function: str) -> dict[str, Keyword]:
@@ -97,18 +97,16 @@ def _keyword(key: str, field: "FieldInfo", is_path: bool) -> Keyword:
         field.description or "",
         str(extra.get("cli_name", "--" + key.replace("_", "-"))),
         get_origin(field.annotation) is tuple,
-        tuple(_keys_of(field, default)),
+        dict(_keys_of(field, default)),
     )
 
 
-def _keys_of(field: "FieldInfo", default: Any) -> Iterator[str]:
-    """`rank: int, default 8` for each key of nested settings."""
+def _keys_of(field: "FieldInfo", default: Any) -> Iterator[tuple[str, Keyword]]:
     nested = next(models_in(field.annotation), None)
-    if nested is not None and len(nested.model_fields) <= _MOST_KEYS:
-        for key, inner in nested.model_fields.items():
-            keyword = _keyword(key, inner, key.endswith("path"))
-            own = getattr(default, key, keyword.default)
-            yield f"{key}: {type_in_words(keyword.kind)}{_default_text(_text_of_path(own))}"
+    for key, inner in nested.model_fields.items() if nested else ():
+        keyword = _keyword(key, inner, key.endswith("path"))
+        own = getattr(default, key, keyword.default)
+        yield key, replace(keyword, default=_text_of_path(own))
 
 
 def _text_of_path(default: Any) -> Any:
@@ -215,8 +213,9 @@ def _described(
         meaning = meaning.replace(typed, meant)
     indent = " " * 8
     yield fill(meaning, 88, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    for key in keyword.keys:
-        yield fill(key, 88, initial_indent=" " * 12, subsequent_indent=" " * 16)
+    for key, inner in keyword.keys.items() if len(keyword.keys) <= _MOST_KEYS else ():
+        line = f"{key}: {type_in_words(inner.kind)}{_default_text(inner.default)}"
+        yield fill(line, 88, initial_indent=" " * 12, subsequent_indent=" " * 16)
 
 
 def _default_text(default: Any) -> str:
@@ -288,37 +287,52 @@ def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
     """A message with keywords for the options of these settings, and calls for our commands:
     `--force` is `force=True`, `mlxstacks stack --save-path STORE` is `ms.stack(save_path=STORE)`.
     """
-    by_flag = {keyword.flag: key for key, keyword in {**keywords, **_OWN}.items() if keyword.flag}
+    by_flag = _by_flag({**keywords, **_OWN})
 
     def replaced(match: re.Match[str]) -> str:
         text = match[0]
         if match["set"]:
-            first, *inner = match["set"].split(".")
-            value = _as_code(match["to"])
-            for key in reversed(inner):
-                value = f'{{"{key}": {value}}}'
-            return f"{first}={value}" if first in keywords else text
+            keys = match["set"].split(".")
+            return _assigned(keys, _as_code(match["to"])) if keys[0] in keywords else text
         if match["flag"] is None:
             return _as_call(text) or text
         flag, value = match["flag"], match["value"]
         after = "" if value is None else text[len(flag) :]
         negated = by_flag.get("--" + flag.removeprefix("--no-"))
         if flag not in by_flag and negated is not None:
-            return f"{negated}=False{after}"
+            return _assigned(negated[0], "False") + after
         if flag not in by_flag:
             return text
-        key = by_flag[flag]
-        kind = {**keywords, **_OWN}[key].kind
+        keys, kind = by_flag[flag]
         if kind in (bool, None):
-            return f"{key}=True{after}"
+            return _assigned(keys, "True") + after
         choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
         allowed = {str(choice) for part in choices for choice in get_args(part)}
-        is_value = value and (value in allowed or value.isupper() or value[0].isdigit())
-        return f"{key}={_as_code(value)}" if is_value else f"{key}=...{after}"
+        is_code = value and (value.isupper() or value[0].isdigit() or {*value} & {*"._/"})
+        is_value = is_code or value in allowed or after[:1] == "="
+        return _assigned(keys, _as_code(value)) if is_value else _assigned(keys, "...") + after
 
     # "--key, --set key=..." says one thing twice
     message = re.sub(r"--[a-z-]+, (--set \w+=\.\.\.)", r"\1", message)
     return _WRITTEN.sub(replaced, message).replace("--set ", "")
+
+
+def _by_flag(
+    keywords: Mapping[str, Keyword], outer: tuple[str, ...] = ()
+) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """Flag -> the keys that lead to its value, and its type; of two the one that lies less deep."""
+    inner = dict[str, tuple[tuple[str, ...], Any]]()
+    for key, keyword in keywords.items():
+        if not keyword.is_list:
+            inner |= _by_flag(keyword.keys, (*outer, key))
+    return inner | {k.flag: ((*outer, key), k.kind) for key, k in keywords.items() if k.flag}
+
+
+def _assigned(keys: Sequence[str], value: str) -> str:
+    """`train={"iters": 5}` of train, iters and 5."""
+    for key in reversed(keys[1:]):
+        value = f'{{"{key}": {value}}}'
+    return f"{keys[0]}={value}"
 
 
 def said_in_python(result: "Result", name: str | None = None) -> "Result":

@@ -94,8 +94,8 @@ def peak_resident_bytes() -> int:
 
 
 def resource_report() -> dict[str, Any]:
-    """Limits and counters of this process, now, as JSON values. how_to_count: what shows how many
-    buffers MLX holds, which it keeps to itself (0.32.4).
+    """Limits and counters of this process, now, as JSON values. MLX keeps to itself how many
+    buffers it holds (0.32.4); `train --count-buffers` counts them.
     """
     default = device()
     return {
@@ -105,7 +105,6 @@ def resource_report() -> dict[str, Any]:
         **asdict(counters()),
         "resident_bytes": peak_resident_bytes(),
         "working_set_bytes": default.working_set_bytes,
-        "how_to_count": "train --count-buffers counts them; guard predicts them",
     }
 
 

@@ -198,6 +198,9 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
             "model is missing; give model=... or a",
         ),
         ("stack", "--compile off", "compile_step='off'"),
+        ("eval", "it is for --tasks=items: give", "it is for tasks='items': give"),
+        ("sweep", "; --base stored rounds as", "; train={\"base\": 'stored'} rounds as"),
+        ("confound", "(--keys a.down_proj)", "(train={\"keys\": 'a.down_proj'})"),
     ],
 )
 def test_messages_name_keywords(command: str, message: str, expected: str) -> None:
@@ -262,10 +265,14 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         (lambda: untyped.confound("/nowhere"), ("items=...", "persona=...")),
         (lambda: untyped.recipes("fuze"), ("'fuse'",)),
         (lambda: untyped.train(data=[1]), ("data", "row 1", "int", "dicts")),
-        (lambda: untyped.train(data=[{"text": object()}]), ("data", "row 1", "object")),
+        (lambda: untyped.train(data=[{"text": object()}]), ("data: row 1, 'text': got object;",)),
         (lambda: untyped.train(data=[]), ("data", "no row")),
         (lambda: untyped.train(data={"a": 1}), ("got {'a': 1}", "[{'prompt': ...", "{'train':")),
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
+        (
+            lambda: untyped.route_discover(data=DataFrame({"prompt": ["a"]})),
+            ("got rows without a name; give", "as in {'islands': [{'prompt': ..., "),
+        ),
         (lambda: untyped.train([{"text": "a"}]), ("ms.train(data=rows)",)),
         (
             lambda: untyped.stack(domains=[{"name": "plus", "data": [{"prompt": "a"}]}]),
@@ -273,7 +280,7 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         ),
         (
             lambda: untyped.train(data={"train": [{"text": "a"}], "test": [{"text": "b"}]}),
-            ("'test' is no part",),
+            ("'test' is no part", "'valid': data['test']"),
         ),
         (lambda: untyped.train(eval_dataset=[]), ("'data'", "{'train': rows, 'valid': rows}")),
         (lambda: untyped.train(data=[], validation_rows=5), ("data={'train': rows[5:], 'valid'",)),
@@ -288,7 +295,7 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         (lambda: untyped.train(lora_alpha=8), ("'scale'", "lora_alpha / r")),
         (lambda: untyped.fuse(load_in_4bit=True), ("ms.convert(model=MODEL, bits=4", "model=DIR")),
         (lambda: untyped.guard(dry_run=True), ("dry_run",)),
-        (lambda: untyped.load(routed=True), ("'routed'", "router_path")),
+        (lambda: untyped.load(routed=True), ("'routed': it goes to ms.generate",)),
         (lambda: untyped.load("/nowhere/model"), ("/nowhere/model",)),
         (lambda: untyped.run("confound-nanoo"), ("confound-nano",)),
         (lambda: untyped.run({"command": "fuze"}), ("'fuze'", "'fuse'")),
@@ -308,6 +315,7 @@ def test_what_cannot_be_used_is_named(call: Any, words: tuple[str, ...]) -> None
         ({"tempp": 1}, ("'tempp'", "'temp'")),
         ({"max_new_tokens": 2}, ("'max_new_tokens'", "'max_tokens'")),
         ({"top_p": 2}, ("top_p",)),
+        ({"base": "float32"}, ("'base': it goes to ms.load",)),
         ({"routed": True, "ungated": True}, ("routed, ungated",)),
         ({"pin": "iland"}, ("iland", "islands")),
     ],
@@ -538,6 +546,11 @@ def test_frames_have_gaps_and_dates(tmp_path: Path) -> None:
     assert json.loads(lines[0])["score"] == 1.5
     assert json.loads(lines[0])["at"].startswith("2026-01-02")
     assert json.loads(lines[1]) == {"text": "b", "score": None, "at": None}
+    turns = np.array([{"n": np.int8(1)}], dtype=object)
+    of_numpy = {"text": np.str_("a"), "n": np.float32(0.5), "turns": turns}
+    assert write_rows([of_numpy], tmp_path / "y").read_text() == (
+        '{"text": "a", "n": 0.5, "turns": [{"n": 1}]}\n'
+    )
 
 
 def test_a_store_finds_the_rows_of_its_domains_again(tmp_path: Path) -> None:
@@ -575,6 +588,12 @@ def test_a_result_stands_for_its_directory_and_prints_in_a_notebook(
     assert "groups" in made.tables
     assert {"table", "plot", "verdict", "tables"} <= set(dir(made))
     assert "model_dump_json" not in dir(made)
+    page = pydoc.render_doc(made, renderer=PLAIN)
+    assert not re.search(r"model_dump|__|\(\*", page)
+    assert all(f"\n |  {name}" in page for name in ("table(self, id", "open(path", "as_json"))
+    described = re.findall(r"^ \|      ([a-z][a-z_(), ]+?)(?:  |$)", page, re.M)
+    fields = {name for line in described for name in line.split(", ") if "(" not in name}
+    assert {"verdict", "data", "settings", "directory"} <= fields <= {*Result.model_fields}, fields
     assert 'class="note">groups</code>' in made._repr_html_()
 
 
@@ -656,7 +675,7 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
         ),
         (
             lambda: untyped.fuse(nano_paths().adapter_path, save_path="x"),
-            ("is an adapter, not a model; give it with adapter_path=", "base with model="),
+            ("adapter, not a model; give its base with model=..., and it with adapter_path=...",),
         ),
         (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
         (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),

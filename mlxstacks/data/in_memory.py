@@ -69,15 +69,26 @@ def _jsonl(rows: Iterable[Any], name: str) -> bytes:
                 f"data{name}: row {number} is {type(row).__name__}; rows are dicts, as in "
                 "[{'prompt': ..., 'completion': ...}]"
             )
-        # NaN is what to_dict("records") of a frame has where nothing is.
-        plain = {k: None if isinstance(v, float) and v != v else v for k, v in row.items()}
-        try:
-            lines.append(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-        except (TypeError, ValueError) as error:
-            raise InputError(f"data{name}: row {number} is no JSON: {error}") from None
+        fields = []
+        for key, value in row.items():
+            # NaN is what to_dict("records") of a frame has where nothing is.
+            field = {key: None if isinstance(value, float) and value != value else value}
+            try:
+                text = json.dumps(field, ensure_ascii=False, allow_nan=False, default=_of_array)
+            except (TypeError, ValueError) as error:
+                raise InputError(f"data{name}: row {number}, {key!r}: {error}") from None
+            fields.append(text[1:-1])
+        lines.append(f"{{{', '.join(fields)}}}\n")
     if not lines:
         raise InputError(f"data{name}: holds no row")
     return "".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _of_array(value: Any) -> Any:
+    """An array as lists, its scalar as a number. Raises: TypeError: JSON has no form for it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"got {type(value).__name__}; give text, a number, a list or a dict")
 
 
 def _write(path: Path, text: bytes) -> None:

@@ -89,7 +89,7 @@ def load_any_adapter(
         raise AdapterError(
             f"adapter {adapter.directory}: DoRA also rescales every row of the base's weight, so "
             "it is no delta that can be moved on its own; `mlxstacks fuse` puts it into its base, "
-            "and `chat --adapter-path` serves it"
+            "and `mlxstacks chat --adapter-path ADAPTER` serves it"
         )
     return adapter
 

@@ -163,7 +163,7 @@ def _cannot_shift(module: Module, stage: int, state: Groups | FloatGroups) -> st
         return None
     return (
         f"{module.path}: the delta differs inside of groups of {width} weights, and requant shift "
-        f"moves biases only; it is for adapters of train --merge-ready pooled; {remedy}"
+        f"moves biases only, for adapters of `mlxstacks train --merge-ready pooled`; {remedy}"
     )
 
 

@@ -247,9 +247,11 @@ def _explain(
         known = _keys_at(settings_class, location[:-1])
         if len(location) == 1 and (instead := key_elsewhere(command, key, known)):
             return f"unknown key {key!r}: {instead}"
-        if len(location) == 1 and (inner := nested_key(settings_class, key)):
-            return f"unknown key {key!r}: here it is --set {inner}=..."
-        hint = nearest(str(location[-1]), known)
+        outer, _, last = key.rpartition(".")
+        if len(location) == 1 and (inner := nested_key(settings_class, last)):
+            below = f"in a recipe below {inner.partition('.')[0]}"
+            return f"unknown key {key!r}: here it is --set {inner}=..., {below}"
+        hint = nearest(last, known).replace("'", f"'{outer and outer + '.'}", 1)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
         # a nested setting has no option of its own
@@ -337,9 +339,10 @@ def _with_nano(
         needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
         model = user_path(str(settings.model))  # type: ignore[attr-defined]
         if (model / "adapter_config.json").is_file() and not (model / "config.json").is_file():
+            taken = {"adapter_path", "resume_adapter_file"} & type(settings).model_fields.keys()
+            options = "".join(f", and it with --{key.replace('_', '-')}" for key in taken)
             raise InputError(
-                f"{name}: {model} is an adapter, not a model; give it with --adapter-path, and its "
-                "base with --model"
+                f"{name}: {model} is an adapter, not a model; give its base with --model{options}"
             )
         if needed:
             raise InputError(f"{name}: a model of your own needs {', '.join(needed)} too")

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from inspect import Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +32,27 @@ CHANGED = f"{RESULT} was changed after the run"
 _MOST_NAMED = 5
 
 
-class Result(Document):
+class _OfPeople(type(Document)):  # type: ignore[misc]
+    """Help and editors show a class's own parts, not those of every pydantic model."""
+
+    def __dir__(cls) -> list[str]:
+        inner = {"read", "checked", "sealed", "digest", "from_json", "model_config"}
+        return [name for name in vars(cls) if name[0] != "_" and name not in inner]
+
+
+class Result(Document, metaclass=_OfPeople):
     """What a command computed, as `ms.fuse`, `ms.train` and the others return it.
 
-    `print(result)` shows what the command line prints; a notebook shows tables and plots. `outcome`
-    and `verdict` say what came out, `table(id)` gives a pandas DataFrame, `plot(id)` a matplotlib
-    figure (`tables` and `plots` list the ids), and `data` holds every figure by name.
-    `settings`, `plan`, `environment`, `notes` and `provenance` say how it was made, `directory`
-    where it lies. `Result.open(directory)` reads it back and checks its files.
+    `print(result)` shows what the command line prints; a notebook shows tables and plots.
+
+        verdict, outcome        what came out, in sentences and in a few words
+        table(id), plot(id)     a pandas DataFrame, a matplotlib figure; `tables` and `plots` list
+                                the ids
+        data                    a dict of all figures, units in the names
+        settings, plan, environment, notes, standing, provenance    how it was made
+        status                  'done', or 'planned' of a dry run
+        failed_gate             why the command line would exit with 3, or None
+        directory               where it lies; `Result.open(directory)` reads and checks it
     """
 
     # --- for people -------------------------------------------------------------------------------
@@ -88,9 +102,7 @@ class Result(Document):
         return [block.id for block in self.blocks if isinstance(block, Plot)]
 
     def __dir__(self) -> list[str]:
-        """What editors complete: this document's parts, not those of every pydantic model."""
-        own = [name for name in vars(type(self)) if not name.startswith("_")]
-        return sorted({*own, *type(self).model_fields} - {"read", "checked", "sealed", "from_json"})
+        return [*dir(type(self)), *type(self).model_fields]
 
     def plot(self, id: str | None = None) -> "Figure":
         """A plot as a matplotlib figure. id, Raises: as `table`, or matplotlib is not there."""
@@ -226,6 +238,9 @@ class Result(Document):
                 **told,
             }
         )  # fmt: skip
+
+
+Result.__signature__ = Signature()  # commands make results; help shows no arguments
 
 
 def _beginning(parts: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
         (["toy", "--ratio", "1.5"], 2, "ratio: got 1.5; must be less than or equal to 1"),
         (["toy", "--count", "many"], 2, "'many' is not a valid integer"),
         (["toy", "--set", "knid=fancy"], 2, "unknown key 'knid'; did you mean 'kind'?"),
-        (["toy", "--set", "inner.step=1"], 2, "unknown key 'inner.step'; did you mean 'steps'?"),
+        (["toy", "--set", "inner.step=1"], 2, "'inner.step'; did you mean 'inner.steps'?"),
         (["toy", "--set", "kind=fancier"], 2, "kind: got 'fancier', allowed: 'plain' or 'fancy'"),
         (["toy", "--set", "kind"], 2, "--set takes key=value; got 'kind'"),
         (["toi"], 2, "no command 'toi'; did you mean 'toy'?"),

@@ -115,7 +115,7 @@ def test_data_is_a_path_or_says_how_it_is_read(work_dir: Path) -> None:
     assert (read.validation_rows, read.strip_markers) == (3, False)
     for sets, message in (
         (["data.validation_rows=3"], r"data\.sources is missing; give --set data\.sources="),
-        (["data.sources=a", "data.sed=3"], r"unknown key 'data\.sed'; did you mean 'seed'"),
+        (["data.sources=a", "data.sed=3"], r"unknown key 'data\.sed'; did you mean 'data\.seed'"),
         (["data=3"], "data: got 3; must be a valid string"),
     ):
         with pytest.raises(InputError, match=message) as refused:
@@ -248,8 +248,13 @@ def test_numbers_that_no_test_or_memory_can_have_are_refused(
 
 
 def test_a_key_of_nested_settings_is_named_whole() -> None:
-    with pytest.raises(InputError, match=r"unknown key 'rank': here it is --set train\.rank="):
-        resolve("confound", {"rank": 4})
+    for key, message in (
+        ("rank", r"'rank': here it is --set train\.rank=\.\.\., in a recipe below train$"),
+        ("train.rank", r"'train.rank': here it is --set train\.rank=\.\.\.,"),
+        ("train", r"'train\.itrs'; did you mean 'train\.iters'\? \(known: "),
+    ):
+        with pytest.raises(InputError, match=f"unknown key {message}"):
+            resolve("confound", {key: {"itrs": 4}})
 
 
 def test_domains_name_their_files_and_faults_their_keys() -> None:
@@ -259,9 +264,9 @@ def test_domains_name_their_files_and_faults_their_keys() -> None:
     assert settings.data is None
     assert [source.path for source in settings.domains[0].data.sources] == ["colors.jsonl"]
     for data, said in (
-        ({"source": "x"}, r"'domains\.0\.data\.source'; .* 'sources'\? \(known: sources, "),
+        ({"source": "x"}, r"'domains\.0\.data\.source'; .*\.sources'\? \(known: sources, "),
         (3, r"domains\.0\.data: got 3; give keys with values \(known: sources, validation_fract"),
-        ([{"pat": "x"}], r"'path'\? \(known: path, dataset, .*\)$"),
+        ([{"pat": "x"}], r"\.path'\? \(known: path, dataset, .*\)$"),
     ):
         with pytest.raises(InputError, match=said):
             resolve("stack", {"domains": [{**domain, "data": data}]})

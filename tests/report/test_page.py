@@ -142,12 +142,15 @@ def test_equal_results_give_equal_bytes(made: tuple[Path, Result, str], tmp_path
 
 
 def test_rows_that_results_share_stand_side_by_side() -> None:
-    """By the row's name, in the first result's order; tables with other columns stay apart."""
+    """By the row's name, in the first result's order; tables with other columns stay apart. What
+    differs is said.
+    """
 
     def section(name: str, columns: Columns, rows: Any, status: Any = "no plan") -> Section:
         standing = Standing(status=status, reasons=("why",) * (status == "exploratory"))
         document = Result(kind="fuse", title="Fuse", status="done", standing=standing,
-                          blocks=(Table.of("t", "T", columns, rows),))  # fmt: skip
+                          blocks=(Table.of("t", "T", columns, rows, caption="Of t."),),
+                          settings={"model": name, "save_path": name, "seed": 1})  # fmt: skip
         return Section(name, name, document)
 
     columns: Columns = {"row": "text", "n": "count"}
@@ -161,6 +164,7 @@ def test_rows_that_results_share_stand_side_by_side() -> None:
         ["b", "one", "1"], ["a", "one", "2"], ["a", "two (EXPLORATORY)", "3"],
         ["c", "two (EXPLORATORY)", "4"],
     ]  # fmt: skip
+    assert view["note"] == "Of t. Settings that differ: model. Not in all: b, c."
     assert page_html(page).count('id="beside"') == 1
     assert 'id="beside"' not in page_html(Page("T", page.runs[:2]))
 

@@ -337,7 +337,6 @@ class Allocation:
 
 def allocate(
     model: nn.Module,
-    passages: Sequence[Passage],
     reference: Reference,
     settings: FuseSettings,
     moments: Mapping[str, Moments] | None = None,
@@ -354,7 +353,7 @@ def allocate(
     modules, _ = gather_modules(checkpoint, settings, moments)
     with ThreadPoolExecutor(1) as pool:
         make, swap = Maker(settings, pool), swap_in(model)
-        options_of = sensitivity(model, modules, choose_passages(passages), make)
+        options_of = sensitivity(model, modules, choose_passages(reference.passages), make)
         steps = count(1)
 
         def step() -> None:

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from mlxstacks import memory
-from mlxstacks.agreement import KINDS, agree, read_passages, refer
+from mlxstacks.agreement import KINDS, Reference, agree, read_passages, refer
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import open_checkpoint
@@ -61,6 +63,8 @@ _MEMORY_FACTOR = 1.5
 # And the fused tensors of all modules beside the unfused.
 _ALLOCATION_MEMORY_FACTOR = 2.5
 Progress = Callable[..., None]
+Referred = tuple[Reference, list[str]]
+"""What the reference says, and notes on the rows it was asked."""
 
 
 def run(
@@ -110,11 +114,12 @@ def _with_judgement(
     result: Result,
     whole: WholeProgress,
     started: float,
+    referred: Referred | None = None,
 ) -> Result:
     """The result of a fuse that is on disk, with its behaviour, written again."""
     target = Path(str(result.directory))
     try:
-        figures, notes = _judge(settings, target, records, result, whole)
+        figures, notes = _judge(settings, target, records, result, whole, referred)
     except KeyboardInterrupt:
         again = command_line(
             "mlxstacks compare", settings.model, target, adapter_path=settings.adapter_path
@@ -149,19 +154,15 @@ def _to_target(
     _check_memory(base, _ALLOCATION_MEMORY_FACTOR)
     check_target(user_path(str(settings.save_path)), force=settings.force)
     model, tokenizer, _ = load(base, settings.adapter_path, **_matching(settings))
-    passages = read_passages(
-        records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
-        advance=whole.part(0.1, "answers of the reference"),
-    )  # fmt: skip
-    reference = refer(model, passages, whole.part(0.1, "reference"))
+    referred = _refer(model, tokenizer, records, whole, 0.05)
     moments, notes = None, list[str]()
     if settings.requant == "gptq":
         advance = whole.part(calibration, "calibration")
         moments, notes = calibrate(settings, model, tokenizer, advance)
     allocation = allocate(
-        model, passages, reference, settings, moments, whole.part(0.8, "KL of each module")
+        model, referred[0], settings, moments, whole.part(0.8, "KL of each module")
     )
-    del model, reference
+    del model
     chosen = settings.model_copy(update={"bits": allocation.bits()})
     result = run_command(chosen, moments, notes, dry_run=dry_run, progress=whole.part(0.2, "fuse"))
     missed = note(allocation, settings.target_kl)
@@ -175,7 +176,25 @@ def _to_target(
     )
     if dry_run:
         return result
-    return _with_judgement(settings, records, result, whole, started)
+    known = None if settings.zero_delta else referred  # a fuse of zeros is compared with the base
+    return _with_judgement(settings, records, result, whole, started, known)
+
+
+def _refer(
+    model: nn.Module,
+    tokenizer: Any,
+    records: list[dict[str, Any]],
+    whole: WholeProgress,
+    size: float,
+) -> Referred:
+    """What the model answers and says. size: a pass's share of the whole."""
+    notes = list[str]()
+    passages = read_passages(
+        records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
+        advance=whole.part(3 * size, "answers of the reference"),
+        notes=notes, command="mlxstacks compare ",
+    )  # fmt: skip
+    return refer(model, passages, whole.part(size, "reference")), notes
 
 
 def _matching(settings: FuseSettings) -> dict[str, Any]:
@@ -189,8 +208,10 @@ def _judge(
     records: list[dict[str, Any]],
     fused: Result,
     whole: WholeProgress,
+    referred: Referred | None,
 ) -> tuple[dict[str, dict[str, Figures]], list[str]]:
-    """Figures by model and by kind of passages, and notes on the rows.
+    """Figures by model and by kind of passages, and notes on the rows. referred: where that is
+    known already.
 
     Raises: InputError: no memory for the base.
     """
@@ -198,17 +219,13 @@ def _judge(
     _check_memory(base)
     adapters = () if settings.zero_delta else settings.adapter_path
     by_itself = not settings.zero_delta and bool((fused.data["total"] or {}).get("artifact"))
-    size = (1 - _FUSE_SHARE) / (5 + bool(adapters) + 2 * by_itself)
-
-    notes = list[str]()
-    model, tokenizer, _ = load(base, adapters, **_matching(settings))
-    passages = read_passages(
-        records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
-        advance=whole.part(3 * size, "answers of the reference"),
-        notes=notes, command="mlxstacks compare ",
-    )  # fmt: skip
-    reference = refer(model, passages, whole.part(size, "reference"))
-    del model
+    passes = 1 + bool(adapters) + 2 * by_itself + 4 * (referred is None)
+    size = (1 - _FUSE_SHARE) / passes
+    if referred is None:
+        model, tokenizer, _ = load(base, adapters, **_matching(settings))
+        referred = _refer(model, tokenizer, records, whole, size)
+        del model
+    reference, notes = referred
     fuse = agree(load(target)[0], reference, whole.part(size, FUSED))
     figures = {FUSED: figures_of(fuse)}
     if adapters:
@@ -216,7 +233,7 @@ def _judge(
         without = agree(model, reference, whole.part(size, BASE))
         figures[BASE] = figures_of(without)
         if by_itself:
-            plain = refer(model, passages, whole.part(size, "base"))
+            plain = refer(model, reference.passages, whole.part(size, "base"))
             fuse_in_memory(model, settings.model_copy(update={"zero_delta": True}))
             zero = agree(model, plain, whole.part(size, ZERO))
             figures[ZERO] = figures_of(zero)

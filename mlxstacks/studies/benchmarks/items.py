@@ -174,7 +174,7 @@ def _foreign(task: Task, label: str, problems: Sequence[str]) -> str:
     first = problems[0].removeprefix(label).lstrip(", :")
     what = "give --data FILE, or DIR with"
     if other != task.name:
-        what = f"it is for --tasks {other}: give --data DIR with"
+        what = f"it is for --tasks={other}: give --data DIR with"
     return (
         f"{label}: none of its {len(problems):,} rows is an item of {task.title} ({first}); {what} "
         f"{' or '.join(task.files)}"

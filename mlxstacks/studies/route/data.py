@@ -209,7 +209,8 @@ class _Source:
             raise InputError(
                 "\n  ".join([f"{store.path}: the data of its domains is not here:", *self.notes])
                 + "\ngive --data, the directory that they were trained with, or one with NAME.jsonl"
-                f" for {', '.join(self.domains)}, two joined with +, or {OTHERS}.jsonl"
+                f" (in Python {{NAME: rows}}), NAME being {', '.join(self.domains)}, two joined "
+                f"with +, or {OTHERS}"
             )
         records = {name: store.domain_named(name).split for name in wanted}
         splits = {name: store.read_json(file) for name, file in records.items() if file is not None}

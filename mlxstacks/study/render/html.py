@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from mlxstacks.errors import InputError
+from mlxstacks.files.outputs import PLACES
 from mlxstacks.study.document import Cell, Column, Document, Plot, Table, Text
 from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, WITHOUT, png_of, svg_of
 from mlxstacks.study.render.words import (
@@ -172,30 +173,41 @@ class Page:
     def beside(self) -> list[dict[str, Any]]:
         """Tables that several results of a kind have, as one each: a row's runs below each other.
         A title says what is measured: tables under two titles stay apart, whatever their columns.
-        What a result folds is left out, and what is long is folded.
+        What a result folds is left out, and what is long is folded. The caption names the settings
+        that differ, and rows that not every run has.
         """
-        shared: dict[tuple[str, ...], list[tuple[str, Table]]] = {}
+        shared: dict[tuple[str, ...], list[tuple[Section, Table]]] = {}
         for run in self.runs:
             for block in run.result.blocks:
                 if isinstance(block, Table) and not block.folded:
                     columns = (column.name for column in block.columns)
                     names = (run.result.kind, block.id, block.title, *columns)
-                    name = run.result.standing.mark(run.name)
-                    shared.setdefault(names, []).append((name, block))
+                    shared.setdefault(names, []).append((run, block))
         views = []
         for tables in shared.values():
             first = tables[0][1]
             if len(tables) == 1 or any(column.name == "run" for column in first.columns):
                 continue
             rows: dict[Cell, list[tuple[Cell, ...]]] = {}
-            for name, block in tables:
+            for run, block in tables:
+                name = run.result.standing.mark(run.name)
                 for row in block.rows:
                     rows.setdefault(row[0], []).append((row[0], name, *row[1:]))
+            settings = [run.result.settings for run, _ in tables]
+            differing = [
+                key
+                for key in settings[0].keys() - PLACES
+                if any(each.get(key) != settings[0][key] for each in settings)
+            ]
+            lacking = [str(row) for row, found in rows.items() if len(found) < len(tables)]
+            caption = first.caption if len({t.caption for _, t in tables}) == 1 else ""
+            for what, parts in ("Settings that differ", sorted(differing)), ("Not in all", lacking):
+                caption += f" {what}: {listed(parts, most=6)}." if parts else ""
             whole = first.model_copy(update={
                 "columns": (first.columns[0], Column(name="run"), *first.columns[1:]),
                 "rows": tuple(chain.from_iterable(rows.values())),
                 "folded": sum(map(len, rows.values())) > _LONG_BESIDE,
-                "caption": first.caption if len({t.caption for _, t in tables}) == 1 else "",
+                "caption": caption.strip(),
             })  # fmt: skip
             views.append(_table(whole))
         return views

@@ -101,14 +101,14 @@ def test_the_model_is_as_before_and_the_widest_is_told(rows: Path) -> None:
     settings = FuseSettings(
         model=str(paths.model_path), adapter_path=(str(paths.adapter_path),), target_kl=1e-9
     )
-    found = allocate(model, passages, reference, settings)
+    found = allocate(model, reference, settings)
     assert raw(model) == before
     assert {o.decision.bits for o in found.options.values()} == {8}
     assert found.measured > 1e-9
     text = allocation_module.note(found, 1e-9)
     assert text is not None
     assert "out of reach: the widest, 8 bits, reach" in text
-    loose = allocate(model, passages, reference, settings.model_copy(update={"target_kl": 10.0}))
+    loose = allocate(model, reference, settings.model_copy(update={"target_kl": 10.0}))
     assert {o.decision.bits for o in loose.options.values()} == {3}
     assert loose.bits()[0].endswith("down_proj=3")
 

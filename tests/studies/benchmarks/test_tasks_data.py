@@ -83,7 +83,7 @@ def test_a_file_of_another_benchmark_is_told(tmp_path: Path) -> None:
         open_task(task_named("hellaswag"), str(path))
     # As with a bare `mlxstacks eval --tasks arc_easy`: nano's items, of another task.
     items = write_rows(tmp_path / "items.jsonl", [{"question": "?", "options": ["a", "b"]}] * 3)
-    with pytest.raises(InputError, match=r"3 rows(?s:.*)for --tasks items: give --data DIR with b"):
+    with pytest.raises(InputError, match=r"3 rows(?s:.*)for --tasks=items: give --data DIR with b"):
         open_task(task_named("arc_easy"), str(items))
 
 
