@@ -620,8 +620,9 @@ def test_an_interrupted_call_says_what_is_kept(
     for call, said in (
         (
             lambda: ms.fuse(save_path=tmp_path / "x"),
-            "fuse was stopped: nothing was written to .*x$",
+            "fuse was stopped: nothing was written to .*x: the same call begins again$",
         ),
+        (lambda: ms.fuse(save_path=tmp_path, force=True), "is whole: as it was, or new$"),
         (
             lambda: ms.train(save_path=tmp_path / "x"),
             r"nothing was saved yet: the same call begins",
@@ -648,7 +649,7 @@ def test_a_fuse_stopped_while_it_is_judged_says_what_judges_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(judge, "_judge", interrupted)
-    with pytest.raises(Interrupted, match=r"not judged; `ms.compare\(.*\)` does it$"):
+    with pytest.raises(Interrupted, match=r"not judged: `ms.compare.*force=True begins again$"):
         ms.fuse(save_path=tmp_path / "fused")
 
 

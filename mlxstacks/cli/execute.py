@@ -64,10 +64,10 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     with output.quiet_stdout(common.as_json and not output.is_silent()):
         try:
             result, render = _call(name, row, resolved, common)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             from mlxstacks.study.render.words import capital
 
-            if kept := what_is_kept(resolved):
+            if not str(error) and (kept := what_is_kept(resolved)):
                 output.note(f"\n{capital(kept)}.")  # below the terminal's ^C
             raise
     output.emit(result, common.as_json, render)

@@ -33,10 +33,12 @@ _COLUMNS: Columns = {
     "module": "text", "policy": "text", "delta/step": ("number", 3), "correlation": ("number", 3),
     "survival": "share", "noise": ("number", 3), "artifact": ("share", 2),
 }  # fmt: skip
+_ARTIFACT_COLUMNS = {name: _COLUMNS[name] for name in ("module", "policy", "artifact")}
+_ARTIFACT = "artifact: what the fuse changes at zero delta, in sizes of the weights"
 _LEGEND = (
     "delta/step: size of the trained delta D in quantization steps; correlation: of the fused "
     "change F with D; survival: <F,D>/<D,D>, the share of D that is in F; noise: the rest of F, in "
-    "sizes of D; artifact: what the fuse changes at zero delta, in sizes of the weights"
+    "sizes of D; " + _ARTIFACT
 )
 
 
@@ -414,8 +416,9 @@ def result_of(report: FuseReport) -> Result:
     is_planned, notes = report.status == "planned", list(report.notes)
     next_steps = {}
     if is_planned:
-        trained = " of the trained adapter" if report.zero_delta else ""
-        notes.append(f"Figures{trained} are estimates from a sample of rows.")
+        if any(module.figures for stage in report.stages for module in stage.modules):
+            trained = " of the trained adapter" if report.zero_delta else ""
+            notes.append(f"Figures{trained} are estimates from a sample of rows.")
     else:
         next_steps["Try it"] = command_line("mlxstacks chat", model=report.save_path)
         if report.settings["requant"] == "dequantize":
@@ -475,10 +478,17 @@ def _outcome(report: FuseReport) -> str:
 def _stage_blocks(stage: StageReport, place: int, which: str, zero: bool) -> list[Block]:
     modules = sorted(stage.modules, key=_worst_first)
     names = _short_names([module.path for module in modules])
-    rows = [(names[m.path], m.policy, *_cells(m.figures)) for m in modules]
+    known = [m.figures for m in modules if m.figures]
+    what, columns, first, legend = "Fidelity", _COLUMNS, 0, _LEGEND
+    if (known or zero) and all(figures.correlation is None for figures in known):
+        # Of a zero delta there is nothing that could be kept.
+        what, columns, first, legend = "Artifact", _ARTIFACT_COLUMNS, -1, _ARTIFACT
+    elif _of_outputs(modules):
+        legend += "; here D and F are what they do to the modules' outputs"
+    rows = [(names[m.path], m.policy, *_cells(m.figures)[first:]) for m in modules]
     if stage.total is not None:
         many = "module" if len(modules) == 1 else "modules"
-        rows.insert(0, (f"total of {len(modules)} {many}", "", *_cells(stage.total)))
+        rows.insert(0, (f"total of {len(modules)} {many}", "", *_cells(stage.total)[first:]))
     estimates = [
         (names[module.path], policy, *_cells(figures))
         for module in modules
@@ -486,10 +496,8 @@ def _stage_blocks(stage: StageReport, place: int, which: str, zero: bool) -> lis
     ]
     blocks: list[Block] = [
         Table.of(
-            f"fidelity-{place}", f"Fidelity by module{which}, worst modules first", _COLUMNS, rows,
-            caption=f"Adapter: {stage.adapter}. {_LEGEND}"
-            + "; here D and F are what they do to the modules' outputs" * _of_outputs(modules)
-            + ".",
+            f"fidelity-{place}", f"{what} by module{which}, worst modules first", columns, rows,
+            caption=f"Adapter: {stage.adapter}. {legend}.",
         ),
         _weights(modules, stage.total, which, place),
     ]  # fmt: skip

@@ -443,14 +443,17 @@ def call(
 
 
 def what_is_kept(resolved: Resolved) -> str:
-    """After an interrupt: where the run kept what it had done, or that it wrote nothing."""
+    """After an interrupt: where the run kept what it had done, or that none of it is left."""
     from mlxstacks.files.outputs import MARK
     from mlxstacks.study.run_directory import IDENTITY, LOG, work_path
 
     if resolved.target is None:
         return ""
     if "resume" not in type(resolved.settings).model_fields:
-        return "" if resolved.target.exists() else f"nothing was written to {resolved.target}"
+        if not resolved.target.exists():
+            return f"nothing was written to {resolved.target}: the same command begins again"
+        replaces = getattr(resolved.settings, "force", False)
+        return f"the directory {resolved.target} is whole: as it was, or new" * replaces
     # a part of a study has a directory of its own
     part = getattr(resolved.settings, "max_prompts", None)
     named = [f"{resolved.target}.limit-{part}"] * (part is not None) + [str(resolved.target)]

@@ -160,7 +160,6 @@ class Gate:
 
 async def answer(request: Request, api: Api, engine: Engine, settings: ServeSettings) -> Response:
     """One request, from its body to its response."""
-    began = time.perf_counter()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             data = await _body(request, settings.body_bytes)
@@ -178,7 +177,7 @@ async def answer(request: Request, api: Api, engine: Engine, settings: ServeSett
         return JSONResponse(api.error(408, message), 408, {"connection": "close"})
     except InputError as error:
         return JSONResponse(api.error(400, str(error)), 400)
-    events = Events(speaker, prompt, engine, settings)
+    events = Events(api.path, speaker, prompt, engine, settings)
     try:
         first = await _unless_gone(request, events.get())
         if isinstance(first, Begun):
@@ -188,9 +187,7 @@ async def answer(request: Request, api: Api, engine: Engine, settings: ServeSett
                 return EventStream(events, first)
             answers = await _unless_gone(request, events.whole())
             if isinstance(answers, list):
-                document = speaker.whole(first, answers)
-                _log.info("%s: done in %.2f s", api.path, time.perf_counter() - began)
-                return JSONResponse(document, 200, _headers(first))
+                return JSONResponse(speaker.whole(first, answers), 200, _headers(first))
             first = answers
         if isinstance(first, Refused):
             _log.info("%s: %d %s", api.path, first.status, _shown(first.message))
@@ -207,9 +204,9 @@ class Events:
     """What the engine says of one request."""
 
     def __init__(
-        self, speaker: Speaker, prompt: Prompt, engine: Engine, settings: ServeSettings
+        self, path: str, speaker: Speaker, prompt: Prompt, engine: Engine, settings: ServeSettings
     ) -> None:
-        self.speaker, self.seconds = speaker, settings.most_seconds
+        self.path, self.speaker, self.seconds = path, speaker, settings.most_seconds
         self._left = speaker.ask.n
         waiting: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -224,14 +221,19 @@ class Events:
 
     async def pieces(self) -> AsyncIterator[Piece | Refused]:
         """Until every answer has come to its end, or it is refused."""
+        tokens = 0
         while self._left:
             event = await self.get()
             if isinstance(event, Refused):
                 yield event
                 return
             if isinstance(event, Piece):
-                self._left -= event.finish is not None
+                if event.finish is not None:
+                    self._left -= 1
+                    tokens += event.tokens
                 yield event
+        seconds = time.monotonic() - self.ticket.began
+        _log.info("%s: done, %d tokens in %.2f s", self.path, tokens, seconds)
 
     async def whole(self) -> list[Answer] | Refused:
         answers = [Answer() for _ in range(self.speaker.ask.n)]
@@ -247,6 +249,7 @@ class Events:
             yield text
         async for piece in self.pieces():
             if isinstance(piece, Refused):
+                _log.info("%s: %d %s", self.path, piece.status, _shown(piece.message))
                 for text in self.speaker.failure(piece.status, piece.message):
                     yield text
                 return

@@ -96,7 +96,8 @@ def test_outputs_are_closer_at_the_same_bytes(model: Path, adapter: Path, tmp_pa
 
 
 def test_zeros_change_nothing(model: Path, adapter: Path, tmp_path: Path) -> None:
-    gptq(model, adapter, tmp_path / "zero", zero_delta=True)
+    result = gptq(model, adapter, tmp_path / "zero", zero_delta=True)
+    assert "survival" not in str(result)
     assert_same_bytes(model, tmp_path / "zero")
 
 
@@ -179,9 +180,11 @@ def test_no_more_rows_are_rendered_than_are_read(
         model, adapter, tmp_path / "out", calibration=str(rows), calibration_tokens=1000
     )
     loaded, tokenizer, _ = base_model.load(model)
-    _, (note,) = calibrate(settings, loaded, tokenizer)
+    _, (note, _) = calibrate(settings, loaded, tokenizer)
     assert " 1,000 tokens of " in note
     assert sum(rendered) == 128
+    zero = settings.model_copy(update={"zero_delta": True})
+    assert calibrate(zero, loaded, tokenizer)[1] == [note]  # no word of correlations
 
 
 def test_what_it_needs_is_said(model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -87,7 +87,10 @@ def test_a_control_shows_what_the_fuse_changed() -> None:
     (plot,) = (block for block in result.blocks if isinstance(block, Plot))
     assert [series.y for series in plot.series] == [(0.02, 0.01, 0.0), (0.1, 0.1, 0.1)]
     assert result.outcome == "the fuse alone moves weights by 4.0%"
-    assert [*result.table("fidelity-1").module[1:]] == [f"{n} down_proj" for n in (2, 1, 0)]
+    table = result.table("fidelity-1")
+    assert [*table.columns] == ["module", "policy", "artifact"]
+    assert [*table.module[1:]] == [f"{n} down_proj" for n in (2, 1, 0)]
+    assert "<F,D>" not in str(result)
 
 
 def test_bytes_and_fidelity_are_drawn_for_each_number_of_bits() -> None:

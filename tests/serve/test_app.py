@@ -168,13 +168,20 @@ def test_openai_client_reads_a_stream(engine: Scripted, chat: Callable[..., Any]
     assert chunks[0].mlxstacks["route"] == "routed"
 
 
-def test_headers_say_route_weights_and_loads(engine: Scripted, client: openai.OpenAI) -> None:
+def test_headers_say_route_weights_and_loads(
+    engine: Scripted, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log how many tokens in which time."""
+    caplog.set_level("INFO", "mlxstacks.serve")
     for stream in (False, True):
         raw = client.chat.completions.with_raw_response.create(
             model="math", messages=[{"role": "user", "content": "hi"}], stream=stream
         )
         found = [raw.headers[f"x-mlxstacks-{name}"] for name in ("route", "weights", "loaded")]
         assert found == ["routed", "math=0.5", "math"]
+        if stream:
+            list(raw.parse())
+    assert sum(": done, 2 tokens in " in line for line in caplog.messages) == 2
     assert [model.id for model in client.models.list()] == ["base-model", "math"]
     assert client.models.retrieve("math").id == "math"
 

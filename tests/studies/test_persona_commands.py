@@ -109,7 +109,7 @@ def test_the_published_settings_are_the_published_ones(command: str) -> None:
     ("command", "arguments", "message"),
     [
         ("confound", ["--policies", "refitt"], "did you mean 'refit'?"),
-        ("confound", ["--set", "train.iter=5"], "did you mean 'iters'?"),
+        ("confound", ["--set", "train.iter=5"], "did you mean 'train.iters'?"),
         ("confound", ["--set", "train.seed=5"], "train.seed is set by the experiment"),
         ("confound", ["--model", "m"], "a model of your own needs --persona, --items too"),
         ("confound", ["--subjects", "physiks"], "no item of physiks; there are chat, "),

@@ -379,7 +379,8 @@ def test_a_result_is_one_line_in_a_prompt_and_shows_its_plots_in_a_notebook() ->
                     blocks=(table, plot))  # fmt: skip
     assert repr(result) == "<Result of coin: fair; tables: arms; plots: shares>"
     figure: Any = result.plot("shares")
-    assert figure._repr_png_().startswith(b"\x89PNG")
+    png, about = figure._repr_png_()
+    assert (png[:4], about) == (b"\x89PNG", {"alt": "Half."})
 
 
 def test_a_notebook_gets_the_verdict_first_and_no_more_plots_than_it_bears(

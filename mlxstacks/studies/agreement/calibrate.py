@@ -53,9 +53,9 @@ def calibrate(
     modules, _ = gather_modules(open_checkpoint(resolve_model(str(settings.model))), settings)
     paths = [module.path for module in modules]
     found = second_moments(model, paths, rows, advance)
-    read = f"{sum(map(len, rows)):,} tokens of {len(rows):,} calibration rows"
-    words = "gptq: correlation, survival and noise are those of the modules' outputs on"
-    notes = [f"{words} {read}, not of their weights."]
+    notes = [f"gptq read {sum(map(len, rows)):,} tokens of {len(rows):,} calibration rows."]
+    if not settings.zero_delta:
+        notes.append("Correlation, survival and noise are those of the modules' outputs on them.")
     if missing := [path for path in paths if path not in found]:
         notes.append(
             f"gptq: no input of {len(missing)} of {len(paths)} modules was seen, {missing[0]} for "

@@ -125,7 +125,8 @@ def _with_judgement(
             "mlxstacks compare", settings.model, target, adapter_path=settings.adapter_path
         )
         raise KeyboardInterrupt(
-            f"{target} is whole, and was not judged; `{again}` does it"
+            f"{target} is whole, but not judged: `{again}` does that; the same command with "
+            "--force begins again"
         ) from None
     except (CheckpointError, InputError, NonFiniteModelError, MemoryError) as error:
         whole.part(1 - _FUSE_SHARE, "fuse, not judged")(1, 1)

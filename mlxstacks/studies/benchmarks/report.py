@@ -224,7 +224,7 @@ def _points(pair: Figures, name: str) -> str:
     low, high = 100 * pair["interval"]["low"], 100 * pair["interval"]["high"]
     p, adjusted = pair["mcnemar"]["p_value"], pair["p_adjusted"]
     alone = f"; p {p:.2g} alone, {adjusted:.2g} by Holm's rule" if _starred(pair) else ""
-    if not alone and pair["label"] == EVEN and low * high > 0:
+    if _clear_of_zero(pair):
         alone = f"; p {p:.2g} by the exact test, which decides"
     return f"{name} ({100 * pair['difference']:+.1f} points, 95% {low:+.1f} to {high:+.1f}{alone})"
 
@@ -232,6 +232,12 @@ def _points(pair: Figures, name: str) -> str:
 def _starred(pair: Figures) -> bool:
     """Whether the test, or the interval, alone would have said more."""
     return bool(pair["in_words"] != pair["label"])
+
+
+def _clear_of_zero(pair: Figures) -> bool:
+    """Whether the interval says more than the exact test, which decides and is stricter."""
+    even = pair["label"] == EVEN and not _starred(pair)
+    return even and pair["interval"]["low"] * pair["interval"]["high"] > 0
 
 
 def _and(parts: Sequence[str]) -> str:
@@ -365,6 +371,8 @@ def _pair_tables(
     if any(map(_starred, pairs)):
         caption += " *: p is below alpha, p (Holm) is not: of so many tests one may well have such "
         caption += "a p by chance."
+    if any(map(_clear_of_zero, pairs)):
+        caption += " †: the interval is clear of 0, but the exact test, which is stricter, decides."
     columns = "pair | outcome | points: points | 95%: points | fixed: count | broken: count"
     columns += " | p (McNemar): p | p (Holm): p"
     return [_table(id, title, f"{'task | ' * several}{columns}", rows, caption)]
@@ -375,9 +383,9 @@ def _name(pair: Figures) -> str:
 
 
 def _outcome_of(pair: Figures) -> str:
-    """Few words, which a phone has room for; a star where the test alone says more."""
+    """Few words, which a phone has room for; a mark where test or interval alone says more."""
     label: str = pair["label"]
-    return str(label) + "*" * _starred(pair)
+    return label + "*" * _starred(pair) + "†" * _clear_of_zero(pair)
 
 
 def _mean_tables(figures: Figures) -> list[Table]:

@@ -211,7 +211,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
     columns: Columns = {
         "policy": "text", "A1 - A0, points (95%)": ("points", 2),
         "over subjects, points (95%)": ("points", 2), "p (z)": "p",
-        "p (McNemar)": "p", "p (all, Holm)": "p", "outcome": "text",
+        "p (McNemar)": "p", "largest p (Holm)": "p", "outcome": "text",
     }  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for judgement in findings.judgements:
@@ -227,8 +227,8 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         "decides. 95%: Newcombe's interval of paired rates, whose upper end tells no content from "
         "undecided. Over subjects: by errors clustered over them, too small where they are few. z: "
         "test of two proportions, the published one; McNemar: exact, on pairs of "
-        "answers. All, Holm: the largest p of all that A1 has to beat (below), adjusted for all "
-        "policies together.",
+        "answers. Largest p (Holm): of all that A1 has to beat, below; the verdict's p (Holm) is "
+        "that against A0.",
     )  # fmt: skip
     columns = {
         "policy": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
@@ -251,7 +251,7 @@ def _null_table(findings: Findings) -> Table:
     """What A1 has to beat for content, by policy; all of it."""
     columns: Columns = {
         "policy: A1 against": "text", "A1": "share", "against": "share",
-        "gain, points": ("points", 2), "items": "count", "p": "p", "p (all, Holm)": "p",
+        "gain, points": ("points", 2), "items": "count", "p": "p", "p (Holm)": "p",
     }  # fmt: skip
     rows = [
         (
@@ -269,8 +269,8 @@ def _null_table(findings: Findings) -> Table:
         caption="McNemar's exact test on pairs of answers; guessing by the binomial test, against "
         "the rate of any option, or of A1's own choice of places if that is more. Form: A0 among "
         "the items that both answer in form, where some are not. A policy shows content where all "
-        "of its rows have p (all, Holm) below alpha. Without p: not tested, the random delta moves "
-        f"too few answers to be a control. All {share_note(n)}.",
+        "of its rows have p (Holm), adjusted for all policies, below alpha. Without p: not tested, "
+        f"the random delta moves too few answers to be a control. All {share_note(n)}.",
     )  # fmt: skip
 
 
@@ -300,7 +300,8 @@ def _rule_table(findings: Findings) -> Table:
     ]  # fmt: skip
     return Table.of(
         "rules", f"The published rule and ours, {first.way}", columns, rows,
-        caption=f"The published rule is stated for {published.stated_n} items.",
+        caption=f"The published rule is stated for {published.stated_n} items; our p is the "
+        "largest p (Holm).",
     )  # fmt: skip
 
 

@@ -242,10 +242,7 @@ def judge(findings: Findings, way: str) -> Judgement:
         least = f"{100 * criterion.least_gain:g} points"
         short = f"That is less than {least}"
         if criterion.is_large(zero):
-            adjusted = ", adjusted for all policies," * (zero.p_adjusted != zero.p_value)
-            short = (
-                f"That is at least {least}, but p = {zero.p_adjusted:.2g}{adjusted} is too large"
-            )
+            short = f"That is at least {least}, but p (Holm) = {zero.p_adjusted:.2g} is too large"
         if reach >= criterion.least_gain:
             words = f"{short}; {claim.n} items leave room for {100 * reach:.1f} points.{more}"
             return Judgement(way, "undecided", words)
@@ -270,7 +267,8 @@ def judge(findings: Findings, way: str) -> Judgement:
                 reason = _of_form(findings.forms[way], null, claim.n)
             else:
                 rate = f"{null.expected / null.n:.2%}"
-                reason = f"{why[0]} {rate}, too near to be a difference (p = {null.p_adjusted:.2g})"
+                reason = f"{why[0]} {rate}, too near to be a difference"
+                reason += f" (p (Holm) = {null.p_adjusted:.2g})"
                 if null.name == MOVED and not moves_as_many(trained, random):
                     reason += f", at the scale that moves most: {moves}"
             return Judgement(way, outcome, f"{gain}, but {reason}: {why[1]}")
@@ -280,7 +278,7 @@ def judge(findings: Findings, way: str) -> Judgement:
         f"{null.name} {null.expected / null.n:.1%}" for null in tested if null.name != FORM
     )
     p_value = max(null.p_adjusted for null in (zero, *tested))
-    beats = f"({rates}; largest p {p_value:.2g})"
+    beats = f"({rates}; largest p (Holm) {p_value:.2g})"
     if len(tested) < len(others):
         words = (
             f"{gain}, and more than every other control {beats}, but the random delta moves "
@@ -366,13 +364,11 @@ def verdict(findings: Findings) -> str:
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
     low, high = claim.interval.low, claim.interval.high
-    adjusted, zero = "", findings.nulls[first.way][0]
-    if zero.p_adjusted != zero.p_value:
-        adjusted = f", {zero.p_adjusted:.2g} adjusted for all policies"
     content = (
         f"Content, A1 - A0: {100 * claim.difference:+.2f} points (95%: {100 * low:+.1f} to "
-        f"{100 * high:+.1f}; McNemar p = {claim.mcnemar.p_value:.2g}{adjusted}; z-test p = "
-        f"{claim.p_value:.2g}). {first.words}"
+        f"{100 * high:+.1f}; McNemar p = {claim.mcnemar.p_value:.2g}, p (Holm) over all policies = "
+        f"{findings.nulls[first.way][0].p_adjusted:.2g}; z-test p = {claim.p_value:.2g}). "
+        f"{first.words}"
     )
     words = ["EXPLORATORY."] if standing.reasons else []
     words += [

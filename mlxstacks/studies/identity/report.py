@@ -71,10 +71,14 @@ def blocks(figures: Figures) -> tuple[Block, ...]:
 
 
 def _name(figures: Figures, arm: str) -> str:
-    """Its label, with the policy where there are several."""
+    """Its label, as in the table of conditions, with the policy where there are several."""
     condition, several = figures["conditions"][arm], len(figures["gates"]) > 1
-    policy = condition["policy"] if several else None
-    return f"{condition['label']}, {policy}" if policy else str(condition["label"])
+    policy, label = condition["policy"] if several else None, _label(condition)
+    return f"{label}, {policy}" if policy else label
+
+
+def _label(condition: Mapping[str, str]) -> str:
+    return condition["label"].replace("identity + ", "+ ")
 
 
 def _interval(interval: Mapping[str, float] | None) -> Cell:
@@ -91,10 +95,9 @@ def _conditions(figures: Figures) -> Table:
             p = comparison["p_value" if comparison["p_adjusted"] is None else "p_adjusted"]
             kept = comparison["kept"], len(comparison["lost"]), len(comparison["gained"]), p
         parts = "/".join(str(part["passed"]) for part in condition["by_category"].values())
-        label = condition["label"].replace("identity + ", "+ ")
         rows.append(
-            (label, condition["policy"], condition["passed"], _interval(condition["interval"]),
-             parts, *kept)
+            (_label(condition), condition["policy"], condition["passed"],
+             _interval(condition["interval"]), parts, *kept)
         )  # fmt: skip
     first = next(iter(figures["conditions"].values()))
     parts = ", ".join(f"{name} ({part['n']})" for name, part in first["by_category"].items())

@@ -60,7 +60,7 @@ CELLS = "cells"
 WORKER = "mlxstacks.studies.sweep.worker"
 _ADOPTING = ".adopting"
 # Forward, and backward through the activations; the frozen base needs no gradient of its own.
-_PASSES = 2
+_PASSES, _TRAINED_PASSES = 2, 3
 BaseAt = Callable[[int | None], str]
 """Bits (None: as it is) -> model directory or hub id."""
 Progress = Callable[..., None]
@@ -68,17 +68,14 @@ Progress = Callable[..., None]
 
 @dataclass(frozen=True)
 class CellPlan:
-    """A cell that can run. tokens: in all its batches; active_weights: numbers of the base that a
-    token is multiplied with.
-    """
+    """A cell that can run. products: multiplications that the tokens of its batches take."""
 
     cell: Cell
     train: TrainSettings
     identity: dict[str, Any]
     parameters: int
     longest_row_tokens: int
-    tokens: int
-    active_weights: int
+    products: int
     base_in_float32: bool
     validates: bool
     notes: tuple[str, ...]
@@ -182,13 +179,13 @@ class _Sweep(Study):
             len(rows) * (width - 1) for rows, width in map(setup.plan.batch, range(batches))
         )
         return CellPlan(
-            cell, train, setup.identity(train), setup.parameters, max(setup.plan.widths), tokens,
-            _active_weights(setup.model), setup.float32_base, setup.validation is not None,
-            tuple(setup.notes),
+            cell, train, setup.identity(train), setup.parameters, max(setup.plan.widths),
+            tokens * _products_of_a_token(setup.model, cell.rank), setup.float32_base,
+            setup.validation is not None, tuple(setup.notes),
         )  # fmt: skip
 
     def _forecast(self, kept: Mapping[Cell, CellResult]) -> Callable[[CellPlan], dict[str, Any]]:
-        """(plan) -> seconds: as a token took in the cells that are trained; least_seconds: where
+        """(plan) -> seconds: as a product took in the cells that are trained; least_seconds: where
         none is, what the products of the run take at the speed of a square one here.
         """
         # The seconds of a resumed run are those of its last part.
@@ -198,15 +195,15 @@ class _Sweep(Study):
             if result.status == "trained" and not result.figures.get("resumed_from_step")
         ]
         seconds = sum(result.figures.get("seconds") or 0.0 for result in whole)
-        tokens = sum(self.plans[result.cell].tokens for result in whole)
-        if tokens:
+        products = sum(self.plans[result.cell].products for result in whole)
+        if products:
             return lambda plan: {
-                "seconds": round(seconds / tokens * plan.tokens, 1), "least_seconds": None
+                "seconds": round(seconds / products * plan.products, 1), "least_seconds": None
             }  # fmt: skip
         speed = multiplications_per_second()
         return lambda plan: {
             "seconds": None,
-            "least_seconds": round(_PASSES * plan.tokens * plan.active_weights / speed, 1),
+            "least_seconds": round(plan.products / speed, 1),
         }
 
     def steps(self, work: Path) -> Iterator[Step | list[Step]]:
@@ -359,7 +356,9 @@ class _Sweep(Study):
     def _tell(self, place: int, share: float, cell: Cell, what: str) -> None:
         if self.progress:
             where = f"{place + 1}/{len(self.cells)} rank {cell.rank}, seed {cell.seed}"
-            self.progress(place + share, len(self.cells), f"{where} {what}".strip())
+            costs = [self.plans[cell].products for cell in self.cells]
+            done = sum(costs[:place]) + share * costs[place]
+            self.progress(done, sum(costs), f"{where} {what}".strip())
 
 
 def _link_tree(source: Path, destination: Path) -> None:
@@ -369,16 +368,22 @@ def _link_tree(source: Path, destination: Path) -> None:
     )
 
 
-def _active_weights(model: nn.Module) -> int:
-    """Numbers of linear and expert projections that one token meets; experts by their share."""
+def _products_of_a_token(model: nn.Module, rank: int) -> int:
+    """Of linear and expert projections and of their LoRAs, forward and backward; experts by their
+    share.
+    """
     text = getattr(getattr(model, "language_model", model), "args", None)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
     total = 0
     for _, module in model.named_modules():
-        dims = None if isinstance(module, AdaptedLayer) else projection_dims(module)
+        adapted = isinstance(module, AdaptedLayer)
+        dims = module.dims if adapted else projection_dims(module)
         if dims is not None:
             copies = chosen if dims.base_experts else 1
-            total += copies * dims.input_dims * dims.output_dims
+            numbers = _PASSES * dims.input_dims * dims.output_dims
+            if adapted:
+                numbers = _TRAINED_PASSES * rank * (dims.input_dims + dims.output_dims)
+            total += copies * numbers
     return total
 
 

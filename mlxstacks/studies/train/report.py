@@ -160,10 +160,11 @@ def document_of(report: TrainReport, table: Table) -> Result:
             for r in report.validation
         ]
         blocks.append(Table.of("validation", "Validation", columns, rows))
-    elif report.history:
-        of_training: Columns = {"step": "count", "training loss": ("number", 4)}
+    if report.history:
+        columns = {"step": "count", "training loss": ("number", 4)}
         losses = [(r["step"], plain(r["loss"])) for r in report.history]
-        blocks.append(Table.of("training", "Training", of_training, losses))
+        folded = bool(report.validation)
+        blocks.append(Table.of("training", "Training", columns, losses, folded=folded))
     return Result(
         kind="train",
         title="Training",

@@ -43,7 +43,7 @@ _ON_ANY = {
 WIDTH = 4.4
 FORMATS = ("png", "svg")
 # Longer names of ticks are cut, with three dots; tables have them whole.
-LONGEST_TICK = 34
+LONGEST_TICK = 40
 # Rows that get their name and number each. More are drawn closer, and every so many is named;
 # beyond the last limit a plot has the first ones alone, which it says. Lines beyond the first are
 # grey.
@@ -100,13 +100,14 @@ def svg_of(plot: Plot) -> str:
 
 def png_of(plot: Plot) -> bytes:
     """A plot as PNG, to be read on light and on dark. Raises: ImportError without matplotlib."""
-    return bytes(figure_of(plot, _ON_ANY)._repr_png_())
+    return bytes(figure_of(plot, _ON_ANY)._repr_png_()[0])
 
 
 def figure_of(plot: Plot, style: Mapping[str, Any] = STYLE) -> Any:
     """A plot as a matplotlib figure."""
     with _style(style):
         figure = _figure_class()(layout="constrained")
+        figure.alt = plot.alt
         _DRAW[plot.kind](figure, plot)
         # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it:
         # matplotlib's own wrapping reads a dollar sign as a formula's, whatever text.parse_math
@@ -125,12 +126,14 @@ def _figure_class() -> Any:
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """Shows itself in a notebook without pyplot."""
+        """Shows itself in a notebook without pyplot, with its plot's `alt` for screen readers."""
 
-        def _repr_png_(self) -> bytes:
+        alt = ""
+
+        def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
             file = io.BytesIO()
             self.savefig(file, format="png", dpi=100, facecolor=self.get_facecolor())
-            return file.getvalue()
+            return file.getvalue(), {"alt": self.alt}
 
     return NotebookFigure
 

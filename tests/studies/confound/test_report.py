@@ -68,7 +68,7 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     assert row(tables["claims"], "refit") == {
         "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)",
         "over subjects, points (95%)": "+50.00 (+10.00 to +90.00)", "p (z)": "0.02",
-        "p (McNemar)": "0.06", "p (all, Holm)": "below 0.0001", "outcome": "content",
+        "p (McNemar)": "0.06", "largest p (Holm)": "below 0.0001", "outcome": "content",
     }  # fmt: skip
     against_random = row(tables["nulls"], "refit: random delta, as many moved")
     assert (against_random["A1"], against_random["against"]) == ("50.0%", "3.3%")

@@ -69,7 +69,7 @@ def test_the_published_run_is_a_null_in_words() -> None:
         "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
         "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
     )
-    assert "McNemar p = 0.062, 0.19 adjusted for all policies; z-test p = 0.73)." in verdict(found)
+    assert "McNemar p = 0.062, p (Holm) over all policies = 0.19; z-test" in verdict(found)
     assert "less than 5 points, with 95% confidence." in verdict(found)
     parts = found.decomposition["refit"]
     assert round(100 * parts.floor, 1) == 17.8
@@ -416,9 +416,8 @@ def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
     claim, zero = found.claims["refit"], found.nulls["refit"][0]
     assert (claim.mcnemar.gained, claim.mcnemar.lost) == (80, 45)
     assert zero.p_adjusted == pytest.approx(3 * zero.p_value)
-    assert f"McNemar p = {zero.p_value:.2g}, {zero.p_adjusted:.2g} adjusted for all" in verdict(
-        found
-    )
+    p_values = f"McNemar p = {zero.p_value:.2g}, p (Holm) over all policies = {zero.p_adjusted:.2g}"
+    assert p_values in verdict(found)
     assert found.judgements[0].outcome == "content"
 
 

@@ -33,8 +33,9 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.report import blocks
 from mlxstacks.studies.identity.settings import IdentitySettings
-from mlxstacks.study.document import Table
+from mlxstacks.study.document import Plot, Table
 from mlxstacks.study.plan import Standing
+from mlxstacks.study.render.figures import names_of_ticks
 from mlxstacks.study.result import Result
 from tests.studies.identity.cases import (
     BASE,
@@ -346,6 +347,14 @@ def test_a_label_has_the_batches_that_were_trained() -> None:
         assert label("factual_stress_refit", settings)[0].endswith(f"r64, {batches} batches")
 
 
+def test_the_longest_published_name_is_not_cut_in_plots() -> None:
+    figures = case(factual_promote=range(2, 20))
+    figures["gates"]["second"] = figures["gates"]["promote"]
+    figures["conditions"]["factual_promote"]["label"] = "identity + factual r64, 2,000 batches"
+    names = next(block for block in blocks(figures) if isinstance(block, Plot)).categories
+    assert "+ factual r64, 2,000 batches, promote" in names_of_ticks(names)
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
@@ -378,11 +387,11 @@ def test_the_blocks_say_what_differs() -> None:
     ends = (factual["interval_low"], factual["interval_high"])
     assert [round(100 * end) for end in ends] == [70, 97]
     differences = result.table("differences")
-    assert differences.loc[0].tolist() == ["identity + factual r2", "lost", "Who are you?", "x"]
+    assert differences.loc[0].tolist() == ["+ factual r2", "lost", "Who are you?", "x"]
     claims = result.table("claims").set_index("condition").outcome
-    assert claims["identity + identity"] == "lost"
+    assert claims["+ identity"] == "lost"
     compared = result.table("compared").set_index("condition")
-    again = compared.loc["identity + identity"]
+    again = compared.loc["+ identity"]
     # Holm's p of the smallest of six, in its own column
     assert again["p_holm"] == pytest.approx(6 * again["p_mcnemar"])
     assert compared.loc["base + factual r2", ["p_holm", "p_kept_holm"]].isna().all()

@@ -68,7 +68,7 @@ def test_every_cell_refused_is_a_gate_not_met(typed: Typed, work_dir: Path) -> N
         (["--layers", "1,9"], "layer 9: the model has layers 0 to 5"),
         (["--projections", "dwn_proj"], "close: "),
         (["--policies", "refitt"], "did you mean 'refit'?"),
-        (["--set", "train.iter=5"], "did you mean 'iters'?"),
+        (["--set", "train.iter=5"], "did you mean 'train.iters'?"),
         (["--set", "layers=[1,2]"], "each entry is a set"),
         (["--model", "m"], "a model of your own needs --data too"),
     ],

@@ -67,6 +67,7 @@ def test_report_and_log_tell_what_happened(trained: Any) -> None:
         record["validation_loss"] for record in written["validation"]
     ]
     assert [*result.table("validation")["mark"]].index("best") == 4 * report.best_step // 16
+    assert [*result.table("training")["step"]] == [2, 4, 6, 8]
     (plot,) = (block for block in result.blocks if isinstance(block, Plot))
     assert {s.label: s.x for s in plot.series} == {
         "validation": (0, 4, 8), "training": (2, 4, 6, 8)
