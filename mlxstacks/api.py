@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
-from mlxstacks.files.disk import user_path
+from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.outputs import check_target
 from mlxstacks.keywords import (
     ANSWERING,
@@ -116,9 +116,10 @@ def train(
     """Train a LoRA on a model and write an adapter that mlx-lm loads.
 
     `data` may also be rows: a list of dicts, a datasets.Dataset, a DataFrame, or
-    {"train": rows, "valid": rows}. Without "valid", 2% of the rows are held out for validation, or
-    none if there are few. Rows are saved next to the adapter, in a file named by their hash, and
-    read from there. Without save_path, a call replaces what one with the same settings wrote.
+    {"train": rows, "valid": rows}. Without "valid", about 2% of the rows are held out for
+    validation, and none of fewer than 50. Rows are saved next to the adapter, in a file named by
+    their hash, and read from there. Without save_path, a call replaces what one with the same
+    settings wrote.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -280,7 +281,8 @@ def _command(
 def _rows_written(data: Any, target: Path, keyword: str = "data") -> Iterator[Path]:
     """The file of the rows; a call that is refused takes back what it wrote itself."""
     present = set(target.parent.glob(f"{glob.escape(target.name)}.rows-*"))
-    path = write_rows(data, target)
+    with target_errors(target):
+        path = write_rows(data, target)
     try:
         yield path
     except (InputError, StoreError) as error:

@@ -91,8 +91,8 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
     """The rows of `mlxstacks train`: in the order of the sources, repeats too, as mlx-lm has them.
 
     Validation rows are those that the sources bring along (`training_parts`); where none does,
-    some are held out as `read_domains` does it, or none of too few rows. Of mlx-lm's train.jsonl
-    none are, unless validation_rows asks for them.
+    some are held out as `read_domains` does it, but none of so few rows that their share is below
+    one. Of mlx-lm's train.jsonl none are, unless validation_rows asks for them.
 
     Raises: InputError: a source cannot be used.
     """
@@ -111,9 +111,10 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
                 rows[part] += examples
                 reports[part].append(report)
     train, validation = rows.values()
-    if hold_out and not validation:
+    enough = settings.validation_rows or settings.validation_fraction * len(train) >= 1
+    if hold_out and enough and not validation:
         rows_read, different = len(train), _different(train, settings)
-        train, validation = divide(train, settings)
+        train, validation = _divide_some(train, settings)
         if not train or not validation:
             if settings.validation_rows is not None:
                 raise InputError(
@@ -136,8 +137,8 @@ def data_notes(name: str, report: Mapping[str, Any]) -> list[str]:
     """What became of the rows of each source, where something did."""
     notes = []
     for source in [*report["sources"], *report.get("validation_sources", ())]:
-        counts = {**source["dropped"], **source["changed"]}
-        if counts:
+        repeated = {"repeated": source["duplicates"]} if source["duplicates"] else {}
+        if counts := source["dropped"] | source["changed"] | repeated:
             shown = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
             notes.append(
                 f"{name}: {source['source']}: {source['rows_kept']:,} of {source['rows_read']:,} "
@@ -272,9 +273,7 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
     Raises: InputError: a side would be empty.
     """
     rows = sorted(examples, key=lambda example: example.row_id)
-    train, validation = divide(rows, settings)
-    if not validation and settings.validation_rows is None and len(rows) > 1:
-        train, validation = divide(rows, settings.model_copy(update={"validation_rows": 1}))
+    train, validation = _divide_some(rows, settings)
     if not train or not validation:
         empty = "validation" if train else "training"
         different = _different(rows, settings)
@@ -289,6 +288,14 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
             f"{len(rows)} ({different}); set validation_rows to a number below "
             "that, another validation_fraction, or split_by: row"
         )
+    return train, validation
+
+
+def _divide_some(rows: Sequence[Example], settings: DomainDataSettings) -> Split:
+    """`divide`; where the fraction gives none of several rows, one is held out."""
+    train, validation = divide(rows, settings)
+    if not validation and settings.validation_rows is None and len(rows) > 1:
+        return divide(rows, settings.model_copy(update={"validation_rows": 1}))
     return train, validation
 
 

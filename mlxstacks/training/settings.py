@@ -205,9 +205,9 @@ class TrainSettings(TrainingSettings):
         None,
         description="Rows in any format: a file, a directory (with train.jsonl and valid.jsonl, "
         "as in mlx-lm, or other files by split), or the id of a cached Hugging Face data set. "
-        "Without validation rows, 2% of a file or data set is held out, but train.jsonl without "
-        "valid.jsonl is trained on in full. A recipe may also give sources, as for a domain of "
-        "stack. Default: nano's sample data, a persona.",
+        "Without validation rows, about 2% of a file or data set are held out, none of fewer than "
+        "50 rows; train.jsonl without valid.jsonl is trained on in full. A recipe may also give "
+        "sources, as for a domain of stack. Default: nano's sample data, a persona.",
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(

@@ -173,7 +173,7 @@ def test_what_is_dropped_is_counted(tmp_path: Path) -> None:
     }  # fmt: skip
     (note,) = data_notes("d", data.report)
     assert note.startswith("d: d.jsonl: 41 of 47 rows are used (1 answer too short, 1 no answer, ")
-    assert note.endswith(", 1 answer cut).")
+    assert note.endswith(", 1 answer cut, 2 repeated).")
     assert data.report["duplicates"] == 2
     assert data.report["train_rows"] + data.report["validation_rows"] == 41
     assert max(len(e.record["answer"]) for e in data.train + data.validation) == 2000
