@@ -60,7 +60,11 @@ class PeerLostError(InputError):
 
 
 class StoreError(_InNotebooks, Exception):
-    """A store of stacks is damaged, in use by another writer, or of another base (exit code 1)."""
+    """A store of stacks is damaged or in use by another writer (exit code 1)."""
+
+
+class OtherBaseError(StoreError, InputError):
+    """A store of stacks is of another base (exit code 2)."""
 
 
 class Interrupted(_InNotebooks, KeyboardInterrupt):

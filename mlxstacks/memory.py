@@ -160,8 +160,9 @@ def _whole(value: Any) -> int | None:
 
 
 def bytes_in_words(count: int) -> str:
-    """Bytes with a decimal unit and three digits: "41 MB", "1.28 GB"."""
+    """Bytes with a decimal unit, to three digits or to one: "41 MB", "1.28 GB", "21,104 GB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size:
-            return f"{count / size:.3g} {unit}"
+            value = count / size
+            return f"{value:{',.0f' if abs(value) >= 999.5 else '.3g'}} {unit}"
     return f"{count} bytes"

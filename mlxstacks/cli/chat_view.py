@@ -25,10 +25,10 @@ def greeting(settings: "ChatSettings", conversation: "Conversation") -> str:
     name = settings.model or (engine.store.manifest.base_model if engine.store else "")
     domains = engine.domains
     parts = f"; domains {', '.join(domains)}" if domains else ""
-    parts += f"; adapter {', '.join(engine.adapters)}" if engine.adapters else ""
     if not engine.alone:
-        pins = ", ".join(conversation.pins)
-        parts += f"; pinned {pins}" if pins else f"; {conversation.mode}"
+        pins, adapters = ", ".join(conversation.pins), ", ".join(engine.adapters)
+        mode = " with ".join(filter(None, [conversation.mode, adapters]))
+        parts += f"; pinned {pins}" if pins else f"; {mode}"
     return f"{Path(name).name}{parts}. /help lists commands."
 
 

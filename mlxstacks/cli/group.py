@@ -411,7 +411,7 @@ def _option(
     annotation, optional = _without_none(known.annotation)
     extra, flag = _extra(known), _flag(name, known)
     others = [LETTERS[name]] if name in LETTERS else []
-    help_text = _help(known, annotation)
+    help_text = _help(known)
     if annotation is bool:
         if known.default is True or optional:
             flag += f"/--no-{flag.removeprefix('--')}"
@@ -450,16 +450,16 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
-def _help(known: "FieldInfo", annotation: Any) -> str:
+def _help(known: "FieldInfo") -> str:
     """The description, as a sentence, with the default where it says something."""
     text = (known.description or "").strip()
     text = text[:1].upper() + text[1:]
     if text and text[-1] not in ".!?)":
         text += "."
     default = known.default
-    if known.is_required() or default is None or default == () or annotation is bool:
+    if known.is_required() or default is None or default == () or default is False:
         return text
-    shown = setting(default)
+    shown = "on" if default is True else setting(default)
     return f"{text}  [default: {shown if isinstance(shown, str) else default}]".strip()
 
 

@@ -154,10 +154,11 @@ def _local(source: SourceSettings, root: Path) -> OpenSource:
         write = "datasets.load_dataset(...).to_json(FILE)"
         if path.suffix.lower() == ".csv":
             lines = f"{path.stem}.jsonl', orient='records', lines=True"
-            write = f"pandas.read_csv('{path.name}').to_json('{lines})"
+            read = f"pandas.read_csv('{path.name}')"
+            write = f"in Python give data={read}, or {read}.to_json('{lines})"
         raise InputError(
-            f"{path}: {path.suffix} is not read; allowed are {', '.join(SUFFIXES)}: {write} "
-            "writes one"
+            f"{path}: {path.suffix} is not read; allowed are "
+            f"{', '.join((*SUFFIXES, TEXT_SUFFIX))}: {write} writes one"
         )
     return OpenSource(_file_rows(path), {source.label: path})
 

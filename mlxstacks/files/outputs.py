@@ -173,8 +173,9 @@ def refuse_built_in(target: Path) -> None:
         place for place in (target, *target.parents) if (read_mark(place) or {}).get("built_in")
     ]
     if inside:
+        what = f"{inside[0]} " * (inside[0] != target)
         raise TargetError(
-            f"{target}: {inside[0]} comes with mlxstacks and is only read; choose another target"
+            f"{target}: {what}comes with mlxstacks and is only read; choose another target"
         )
 
 

@@ -35,7 +35,7 @@ import mlx.core as mx
 
 from mlxstacks import __version__
 from mlxstacks.command_line import command_line
-from mlxstacks.errors import InputError, StoreError
+from mlxstacks.errors import InputError, OtherBaseError, StoreError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, read_json_object
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
@@ -159,9 +159,9 @@ class Store:
         raise InputError(f"{self.path}: no domain {name[:100]!a} (there are: {known})")
 
     def check_base(self, fingerprint: str) -> None:
-        """Raises: StoreError where a model of another fingerprint is to be used with the store."""
+        """Raises: OtherBaseError where a model of another fingerprint is to be used with it."""
         if fingerprint != self.manifest.base_fingerprint:
-            raise StoreError(
+            raise OtherBaseError(
                 f"{self.path}: its stacks were trained on {self.manifest.base_model} with "
                 f"fingerprint {self.manifest.base_fingerprint[:12]}, this model has "
                 f"{fingerprint[:12]}; use that base, or train a store of its own for this one"

@@ -117,7 +117,7 @@ class GuardReport:
             return None
         if self.settings["apply"]:
             return None if self.change else f"{self.verdict}; no change makes it fit"
-        return f"{self.verdict} (--force lets it pass all the same)"
+        return "does not fit (--force lets it pass all the same)"
 
     @property
     def apply(self) -> dict[str, Any]:

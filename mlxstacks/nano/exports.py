@@ -143,7 +143,7 @@ def export(settings: ExportSettings) -> Result:
     Raises: TargetError: the target exists and `force` is off, or cannot be written.
     """
     from mlxstacks.files.disk import mlx_write_errors
-    from mlxstacks.files.outputs import staged_directory
+    from mlxstacks.files.outputs import MARK, new_mark, staged_directory, write_json
 
     target = settings.save_path
     bits = ADAPTER_BITS if settings.samples else settings.bits
@@ -151,6 +151,7 @@ def export(settings: ExportSettings) -> Result:
         if settings.samples:
             for name, source in beside_each_other(nano_paths()).items():
                 shutil.copytree(source, directory / name)
+            write_json(directory / "adapters" / MARK, new_mark(built_in=True))
         else:
             write_export(ASSETS / "model", directory, bits)
     model = target / "model" if settings.samples else target

@@ -81,8 +81,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     named = values.get("command")
     if not isinstance(named, str):
         raise InputError(
-            f"recipe {path}: the key `command` is missing; it names what to run, as in "
-            f"`command: train`: {', '.join(COMMANDS)}"
+            f"recipe {path}: the key `command` is missing; it names what to run: add "
+            "`command: train`, or another of `mlxstacks --help`"
         )
     command = ALIASES.get(named, named)
     if command not in COMMANDS:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxstacks import base_model
 from mlxstacks.data.chat import prompt_tokens
-from mlxstacks.errors import StoreError
+from mlxstacks.errors import OtherBaseError
 from mlxstacks.files.block_store import read_store
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
@@ -31,12 +31,12 @@ class RoutedBlocks:
     def load(cls, base: str | Path, store: str | Path) -> Self:
         """A base and the store of blocks that was trained beside it, with its router.
 
-        Raises: StoreError: another base, a changed file. CheckpointError: no base there.
+        Raises: OtherBaseError. StoreError: a changed file. CheckpointError: no base there.
         """
         directory, path = user_path(base), user_path(store)
         blocks = read_store(path)
         if fingerprint(open_checkpoint(directory)) != blocks.base_fingerprint:
-            raise StoreError(f"{path}: its blocks were trained beside another base than {base}")
+            raise OtherBaseError(f"{path}: its blocks were trained beside another base than {base}")
         file = read_router(path / ROUTER_FILE)
         model, tokenizer, _ = base_model.load(directory)
         blocked = attach_blocks(model)

@@ -154,7 +154,7 @@ class Gate:
         is_json = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if request.method == "POST" and is_json != "application/json":
             # what a page of another site may send without asking first
-            return 415, "the content type has to be application/json"
+            return 415, "send -H 'content-type: application/json'"
         return None
 
 

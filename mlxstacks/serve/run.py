@@ -1,5 +1,6 @@
 """`mlxstacks serve`: load, listen, answer until somebody ends it."""
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -101,4 +102,6 @@ def _listen(host: str, port: int) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=128)
     except (OSError, UnicodeError) as error:
-        raise InputError(f"cannot listen on {host}, port {port}: {error}") from None
+        taken = "; try another --port" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot listen on {host}, port {port}: {reason}{taken}") from None

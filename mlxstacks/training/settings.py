@@ -244,7 +244,9 @@ class TrainSettings(TrainingSettings):
         "adapted weight in float32.",
     )
     mask_prompt: bool = Field(
-        True, description="In chat rows, compute the loss on the assistant's turns only."
+        True,
+        description="In chat rows, compute the loss on the assistant's turns only. mlx_lm.lora's "
+        "default is off, so the losses of the two do not compare.",
     )
     base: TrainedBase = "auto"
     guard: Literal["refuse", "reshape", "warn", "off"] = Field(

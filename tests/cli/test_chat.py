@@ -358,7 +358,7 @@ def test_adapter_beside_the_base_answers(
     assert len(set(texts)) == 3
     piped(monkeypatch, b"seven apples\n")
     _, out, _ = command(*arguments, "--adapter-path", str(first))
-    assert "model; adapter persona 1; base." in out
+    assert "model; base with persona 1." in out
     assert "base with persona 1 | " in out
 
 

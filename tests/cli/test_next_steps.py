@@ -74,7 +74,7 @@ def test_fuse_and_train(place: Path, paste: Run) -> None:
                         "--keys q_proj --save-path \"it's new\"")  # fmt: skip
     assert out, err
     [chat] = run_steps(paste, out, ["mlxstacks chat"])
-    assert "my model; adapter it's new; base" in " ".join(chat.split())
+    assert "my model; base with it's new" in " ".join(chat.split())
     (place / "my recipe.yaml").write_text("command: adapter show\nadapter_path: my adapter\n")
     code, _, err = paste("mlxstacks fuse --recipe 'my recipe.yaml'")
     [run] = _IN_BACKTICKS.findall(err.replace("`adapter show`", "").replace("`fuse`", ""))

@@ -49,11 +49,14 @@ def test_defaults_are_shown_as_a_person_writes_them() -> None:
         formats: tuple[str, ...] = ("svg", "png")
         seeds: tuple[int, ...] = (0,)
         none: tuple[str, ...] = ()
+        on: bool = True
+        off: bool = False
 
     made = {p.name: p for p in parameters(Several, {})}
     shown = {name: p.help for name, p in made.items() if isinstance(p, click.Option)}
     assert shown == {
         "formats": "[default: svg, png]", "seeds": "[default: 0]", "none": "",
+        "on": "[default: on]", "off": "",
     }  # fmt: skip
 
 

@@ -121,8 +121,9 @@ def test_filled_cache_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     filled = tmp_path / "cache" / "nano-1" / "model"
     fill_cache(filled, (filled / "file").is_file, lambda place: write_json(place / "file", 1))
     for target in (filled, filled.parent, filled / "new", filled.parent / "new"):
-        with pytest.raises(TargetError, match="comes with mlxstacks and is only read"):
+        with pytest.raises(TargetError, match="comes with mlxstacks and is only read") as caught:
             build(target, force=True)
+        assert str(caught.value).count(f"{target}") == 1
     build(tmp_path / "cache" / "mine")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import AdapterError, CheckpointError, StoreError
+from mlxstacks.errors import AdapterError, CheckpointError, OtherBaseError
 from mlxstacks.files.adapters import read_adapter, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import FINGERPRINT_KEY, Adapter
@@ -60,10 +60,10 @@ def test_a_store_refuses_a_swapped_model(model: Path, tmp_path: Path) -> None:
     store = Store.create(tmp_path / "store", "model", print_of(model))
     assert find_base(store, str(model)).directory == model
     change_between_samples(model, keep_mtime=True)
-    with pytest.raises(StoreError, match="use that base"):
+    with pytest.raises(OtherBaseError, match="use that base"):
         find_base(store, str(model))
     loaded = base_model.load(model, lazy=True)[0]
-    with pytest.raises(StoreError, match="use that base"):
+    with pytest.raises(OtherBaseError, match="use that base"):
         serve(loaded, store, base_fingerprint=print_of(model, store.manifest.base_fingerprint))
     settings = StacksVerifySettings(store_path=str(store.path), model=str(model))
     assert verify_store(settings).base == "another"
@@ -84,7 +84,7 @@ def test_an_old_store_is_readable_and_marked(model: Path, tmp_path: Path) -> Non
     find_base(store, str(model))
     config = model / "config.json"
     config.write_text(config.read_text().replace("10000.0", "20000.0"))
-    with pytest.raises(StoreError, match="use that base"):
+    with pytest.raises(OtherBaseError, match="use that base"):
         find_base(store, str(model))
 
 

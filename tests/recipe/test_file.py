@@ -52,7 +52,7 @@ def test_scalars_mean_what_they_look_like(tmp_path: Path, text: str, value: obje
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 3", "`command` is missing"),
+        ("seed: 3", "add `command: train`"),
         ("command: fues", "no command 'fues'; did you mean 'fuse'?"),
         ("command: fuse\nseed: 1\nseed: 2", "'seed' is given twice"),
         ("command: fuse\nx: {a: 1, a: 2}", "'a' is given twice"),

@@ -253,8 +253,14 @@ def _tasks_named(name: str, include_path: str | Path | None) -> Sequence[Harness
         return builtin_tasks(name)
     close = difflib.get_close_matches(name, [*files, *builtin], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    count = f"{len(builtin):,} of lm_eval's own" if builtin else "lm_eval is not installed"
-    raise InputError(f"no task {name[:80]!r}{hint} (there are: {', '.join(files)}; {count})")
+    listed = ", ".join(files)
+    if not builtin:
+        raise InputError(
+            f"lm_eval/{name[:80]}: lm_eval is not installed: `pip install 'mlxstacks[eval]'`{hint} "
+            f"(without it there are: {listed})"
+        )
+    count = f"{len(builtin):,} of lm_eval's own"
+    raise InputError(f"no task {name[:80]!r}{hint} (there are: {listed}; {count})")
 
 
 def task_files(include_path: str | Path | None = None) -> dict[str, Path]:

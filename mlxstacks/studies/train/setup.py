@@ -265,7 +265,8 @@ def starting_adapter(settings: TrainSettings, checkpoint: Checkpoint) -> Adapter
     if settings.resume_adapter_file is None:
         return None
     path = user_path(settings.resume_adapter_file)
-    return load_any_adapter(path.parent if path.name == WEIGHTS else path, None, checkpoint)
+    is_file = path.name == WEIGHTS and path.exists()
+    return load_any_adapter(path.parent if is_file else path, None, checkpoint)
 
 
 def targets_of(model: nn.Module, adapter: Adapter) -> list[Target]:

@@ -307,7 +307,8 @@ def test_tasks_of_the_harness_are_asked_once_an_arm_and_kept(
     assert result.plan is not None
     assert "arc_easy_local" in result.plan["harness"]
     assert list(result.data["tasks"]) == ["items"]
-    with pytest.raises(InputError, match="did you mean 'arc_easy_local'"):
+    monkeypatch.setattr("mlxstacks.studies.benchmarks.harness.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"lm_eval is not installed: .*mean 'arc_easy_local'"):
         run(settings_for(place, tmp_path / "x", tasks=("lm_eval/arc_easy_locl",), arms=("base",)))
 
 

@@ -195,6 +195,9 @@ def test_training_goes_on_from_an_adapter(places: tuple[Path, Path], tmp_path: P
     train_run.run(settings_for(places[0], data, start, rank=3, scale=4.0, **changes))
     values = settings_of(places, tmp_path / "out").model_dump(exclude_unset=True)
     del values["rank"], values["scale"]
+    values["resume_adapter_file"] = str(tmp_path / "adapters.safetensors")
+    with pytest.raises(InputError, match=r"adapters\.safetensors: not there"):
+        align.run(AlignSettings(**values))
     values["resume_adapter_file"] = str(start / "adapters.safetensors")
     result = align.run(AlignSettings(**values))
     first, last = read_adapter(start), read_adapter(tmp_path / "out")
