@@ -271,6 +271,7 @@ def _command(
                 raise
             lines = str(error).splitlines()
             differing = "\n".join(line for line in lines if "--no-resume" not in line)
+            differing = in_keywords(differing, keywords_of(name))
             warnings.warn(f"{differing}\nforce=True: removed, begun again", stacklevel=3)
         settings = resolved.settings.model_copy(update={"resume": False})
         resolved = replace(resolved, settings=settings)
@@ -438,7 +439,11 @@ def _in_python_words(name: str | None) -> Iterator[None]:
         yield
     except (InputError, StoreError) as error:
         message = in_keywords(str(error), keywords)
-        error.args = (message.replace("unknown key ", "unknown keyword "),)
+        message = message.replace("unknown key ", "unknown keyword ")
+        if name not in ("load", "generate", "guard"):
+            known = r"^(unknown keyword '\w+'.*\(known: .*)\)$"
+            message = re.sub(known, r"\1, progress, dry_run)", message, flags=re.MULTILINE)
+        error.args = (message,)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
         kept = in_keywords(str(error), keywords).replace("the same command", "the same call")
@@ -498,8 +503,8 @@ def load(
 
 def generate(
     model: "nn.Module",
-    tokenizer: Any,
-    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
+    tokenizer: Any = None,
+    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int] = "",
     **settings: Any,
 ) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out.
@@ -520,7 +525,10 @@ def generate(
     from mlxstacks.routing.generation import Prompt
 
     if not hasattr(model, "layers"):
-        raise InputError(f"model: got {type(model).__name__}; give what load returned")
+        raise InputError(
+            f"model: got {type(model).__name__}; give what load returned, then the prompt: "
+            "ms.generate(*ms.load(), 'Who are you?')"
+        )
     text, before, tokens = _prompt_parts(prompt)
     with _in_python_words("generate"):
         answering = _answer_settings(settings, "generate")
@@ -644,9 +652,11 @@ def _function_of(name: str, positions: Sequence[str]) -> Any:
         if len(given) > len(positions):
             takes = f"at most {len(positions)} positional arguments"
             raise TypeError(f"{name}() takes {takes} but {len(given)} were given")
-        by_position = _given(**dict(zip(positions, given, strict=False)))
-        if twice := settings.keys() & by_position.keys():
-            raise TypeError(f"{name}() got multiple values for argument {min(twice)!r}")
+        free = [key for key in positions if key not in settings]
+        if len(given) > len(free):
+            twice = min(settings.keys() & {*positions})
+            raise TypeError(f"{name}() got multiple values for argument {twice!r}")
+        by_position = _given(**dict(zip(free, given, strict=False)))
         return _command(command, by_position | settings, progress, dry_run)
 
     function.__name__ = function.__qualname__ = name

@@ -339,6 +339,8 @@ def said_in_python(result: "Result", name: str | None = None) -> "Result":
     """A result that names keywords and calls; of a study of one's own it is left as it is. Its
     files, and so its seal, have the words of the command line. name: of the command, default: kind.
     """
+    from mlxstacks.study.render.words import capital
+
     name = name or result.kind
     if name not in COMMANDS:
         return result
@@ -357,7 +359,7 @@ def said_in_python(result: "Result", name: str | None = None) -> "Result":
         blocks.append(block.model_copy(update=changed))
     return result.model_copy(
         update={
-            "verdict": said(result.verdict),
+            "verdict": result.verdict and capital(said(result.verdict)),
             "blocks": tuple(blocks),
             "notes": tuple(map(said, result.notes)),
             "failed_gate": said(result.failed_gate),

@@ -292,6 +292,10 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
         ),
         (lambda: untyped.train(save_path=7), ("save_path", "7")),
         (lambda: untyped.train(lora_r=8), ("'lora_r'", "'rank'")),
+        (lambda: untyped.train(lore=8), ("unknown keyword 'lore'", ", progress, dry_run)")),
+        (lambda: untyped.stack(store="st"), ("'store': here it is 'save_path'",)),
+        (lambda: untyped.route_explain("st", prompt="Hm?"), ("st: not there; give a store's",)),
+        (lambda: untyped.generate("Hm?"), ("model: got str", "ms.generate(*ms.load(), 'Who")),
         (lambda: untyped.train(lora_alpha=8), ("'scale'", "lora_alpha / r")),
         (lambda: untyped.fuse(load_in_4bit=True), ("ms.convert(model=MODEL, bits=4", "model=DIR")),
         (lambda: untyped.guard(dry_run=True), ("dry_run",)),
@@ -677,7 +681,11 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             lambda: untyped.fuse(nano_paths().adapter_path, save_path="x"),
             ("adapter, not a model; give its base with model=..., and it with adapter_path=...",),
         ),
-        (lambda: untyped.train(data="rows.csv", save_path="x"), ("pandas.read_csv('rows.csv')",)),
+        (
+            lambda: untyped.train(data="rows.csv", save_path="x"),
+            ("data=pandas.read_csv('rows.csv')",),
+        ),
+        (lambda: untyped.eval("model", data=PAIRS), ("tasks='items' takes rows of your own",)),
         (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),
         (lambda: untyped.fuse(None, []), ("adapter_path: got an empty list",)),
         (lambda: untyped.stack(data={3: PAIRS}), ("3 is no name; give text, as {'3': rows}",)),
@@ -742,8 +750,9 @@ def test_force_begins_an_interrupted_run_of_other_settings_again(
         ms.train(data=PAIRS, save_path=out, **other)
     with pytest.raises(InputError, match=r"rows\.train: was 8, now 6\n  train data: has changed"):
         ms.train(data=PAIRS[:6], save_path=out, force=True, resume=True, **other)
-    with pytest.warns(UserWarning, match="rank: was 1, now 2\n"):
+    with pytest.warns(UserWarning, match="rank: was 1, now 2\n") as caught:
         assert ms.train(data=PAIRS, save_path=out, force=True, **other).settings["rank"] == 2
+    assert "--" not in str(caught[0].message)
 
 
 def test_a_prompt_may_be_messages_or_tokens(nano: tuple[Any, Any]) -> None:
@@ -768,6 +777,7 @@ def test_a_result_is_plain_text_and_names_keywords(
     }  # fmt: skip
     result = ms.fuse(save_path=tmp_path / "fused", **options)  # type: ignore[arg-type]
     assert any("requant='dequantize' does better" in note for note in result.notes)
+    assert str(result.verdict)[0].isupper()
     opened = Result.open(tmp_path / "fused")
     assert (opened.verdict, opened.notes[:-1]) == (result.verdict, result.notes)
     assert opened.failed_gate == result.failed_gate

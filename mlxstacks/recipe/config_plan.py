@@ -7,16 +7,16 @@ allow, and each file that is not here. Nothing is evaluated and nothing is writt
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, shipped_config
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.recipe.resolve import call, naming_nano, plans_itself
+from mlxstacks.recipe.resolve import call, check_output, naming_nano, plans_itself
 from mlxstacks.routing.settings import NO_GAP_LOG
 from mlxstacks.study.document import Block, Table, Text, counted
 from mlxstacks.study.render.console import byte_parts, cell_text, setting
@@ -250,10 +250,22 @@ def plan(
     from_recipe: bool,
     progress: Callable[..., None] | None = None,
 ) -> Any:
-    """What a dry run of any command says.
+    """What a dry run of any command says; that only --force would replace the target, as a note.
 
-    Raises: InputError: an input that was typed, not read from a recipe, is not here.
+    Raises: InputError: an input that was typed, not read from a recipe, is not here; the target is
+        never replaced.
     """
+    try:
+        check_output(name, resolved)
+    except TargetError as error:
+        if resolved.forced or "force" not in type(resolved.settings).model_fields:
+            raise
+        settings = resolved.settings.model_copy(update={"force": True})
+        forced = replace(resolved, settings=settings, forced=True)
+        result = plan(name, forced, from_recipe, progress)
+        shown = {**result.settings, "force": False}
+        notes = (*result.notes, f"A run would refuse: {error}")
+        return result.model_copy(update={"notes": notes, "settings": shown})
     with naming_nano(name, resolved):
         made = plan_from_config(name, resolved, from_recipe)
         if made is not None:

@@ -41,6 +41,7 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
     },
     "train": {"save_path": ("--adapter-path",)},
+    "stack": {"save_path": ("--store", "--store-path")},
     "confound": {"items": ("--data",)},
     "sweep": {
         "ranks": ("--rank", "-r", "--r", "--lora-r", "--lora-rank"),

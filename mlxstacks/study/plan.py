@@ -218,7 +218,7 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
         if twice:
             fault = f"items answered twice: {_listed(twice)}"
         elif len(ids) < plan.n:
-            fault = f"a subset, {len(ids)} of {plan.n} items"
+            fault = f"a subset, {len(ids)} of {plan.n} planned items"
         elif ids_sha256(ids) != plan.items_sha256:
             fault = f"other items than planned ({len(ids)}, planned {plan.n})"
         else:

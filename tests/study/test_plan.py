@@ -130,12 +130,12 @@ def test_what_is_as_planned_is_confirmatory() -> None:
         ({"seeds": (0,)}, "seeds [0], planned [0, 1]"),
         ({"items": {"A0": IDS}}, "missing arm: A1"),
         ({"items": {"A0": IDS, "A1": IDS, "A2": IDS}}, "arm that was not planned: A2"),
-        ({"items": {"A0": IDS[:5], "A1": IDS[:5]}}, "every arm: a subset, 5 of 12 items"),
+        ({"items": {"A0": IDS[:5], "A1": IDS[:5]}}, "every arm: a subset, 5 of 12 planned items"),
         ({"items": {"A0": [*IDS[:11], "x"], "A1": IDS}}, "A0: other items than planned"),
         ({"items": {"A0": [*IDS, "q3"], "A1": IDS}}, "A0: items answered twice: q3"),
         ({"items": {"A0": IDS, "A1": IDS[2:]}}, "arms answered different items (A0 12, A1 10)"),
-        ({"items": {"A0": IDS[:5], "A1": IDS[:4]}}, "A0: a subset, 5 of 12 items"),
-        ({"items": {"A0": IDS, "A1": []}}, "A1: a subset, 0 of 12 items"),
+        ({"items": {"A0": IDS[:5], "A1": IDS[:4]}}, "A0: a subset, 5 of 12 planned items"),
+        ({"items": {"A0": IDS, "A1": []}}, "A1: a subset, 0 of 12 planned items"),
     ],
 )
 def test_what_is_not_as_planned_is_exploratory(change: dict[str, Any], reason: str) -> None:

@@ -256,6 +256,12 @@ def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTas
 
     Raises: InputError for a name of no task.
     """
+    named = "tasks" in settings.model_fields_set
+    if settings.data and not named and user_path(settings.data).is_file():
+        raise InputError(
+            "data: a file is of one task, and --tasks NAME names it; --tasks=items takes rows of "
+            "your own, {'question': ..., 'options': ['...', '...'], 'answer': 'A'}"
+        )
     asked: list[AskedTask] = []
     faults: dict[str, list[str]] = {}  # what is wrong -> the tasks that meet it
     datasets: dict[str, str] = {}  # task -> the data set to get
@@ -276,6 +282,8 @@ def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTas
             f"  hf download --repo-type dataset {dataset}"
             for dataset in dict.fromkeys(datasets.values())
         ]
+        if not named and len(commands) > 3:
+            commands[2:] = [f"  and {len(commands) - 2} more"]
         problems.append("\n".join([heading, *commands]))
     return asked, problems
 

@@ -184,7 +184,7 @@ def _verdict(
             f"On {', '.join(guessing)} no arm is told from guessing: equal scores there say "
             "nothing."
         )
-    head = ["EXPLORATORY. No claim: not what was planned. These answers alone:"]
+    head = ["EXPLORATORY. No claim: these answers alone."]
     return " ".join([*(head if overall.reasons else []), *sentences, *few, overall.in_words()])
 
 

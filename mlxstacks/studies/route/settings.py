@@ -1,6 +1,7 @@
 """Settings of `mlxstacks route` check, explain and evaluate. Imports neither mlx nor numpy."""
 
-from typing import Annotated, Literal, Self
+from os.path import isfile
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -114,6 +115,15 @@ class RouteExplainSettings(_ServedSettings):
     )
     template: AnswerTemplate = None
     max_tokens: int = Field(256, ge=2, description="Maximum tokens of prompt and answer.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_either_order(cls, values: Any) -> Any:
+        """A prompt that is a store's directory is the store."""
+        first, second = values.get("prompt"), values.get("store_path")
+        if isinstance(first, str) and isfile(f"{first}/manifest.json"):
+            return {**values, "prompt": second, "store_path": first}
+        return values
 
 
 # A plain path stands for a source with all else at its default.

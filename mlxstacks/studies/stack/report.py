@@ -366,7 +366,9 @@ def outcome(manifest: Manifest) -> str:
     words = f"{counted(len(manifest.domains), 'domain')}, {counted(len(manifest.stacks), 'stack')}"
     moved = _moved(ordered_matrix(manifest).get("ungated", {}))
     worst = max(moved, key=lambda name: moved[name], default=None)
-    return words if worst is None else f"{words}, {worst} {moved[worst]:+.3f} ungated"
+    if worst is None:
+        return words
+    return f"{words}; with every stack on, the loss of {worst} moved by {moved[worst]:+.3f}"
 
 
 def verdict(manifest: Manifest) -> str:

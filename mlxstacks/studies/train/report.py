@@ -244,7 +244,12 @@ def plan_table(report: TrainReport) -> Table:
     else:
         kept = f"adapter {bytes_in_words(plan['adapter_bytes'])}"
     formats = dict.fromkeys(n for s in plan["data"]["sources"] for n in s.get("formats", ()))
-    columns = "; ".join(f"{name} ({FORMATS[name].describe()})" for name in formats)
+    columns = "; ".join(
+        f"{name} ({FORMATS[name].describe()})"
+        if FORMATS[name].own
+        else FORMATS[name].describe().replace(", ", " and ")
+        for name in formats
+    )
     rows = {
         "projections": f"{plan['modules']} in {where}: {projections}",
         "trained": f"{plan['trained_parameters']:,} parameters; {kept}, optimizer "

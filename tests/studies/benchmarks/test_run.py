@@ -442,9 +442,9 @@ def test_a_limit_asks_a_part_of_the_plan_and_is_exploratory(
     assert whole.standing.status == "confirmatory"
     for standing in (part.as_json()["standing"], part.data["tasks"]["items"]["standing"]):
         assert standing["status"] == "exploratory"
-        assert list(standing["reasons"]) == ["every arm: a subset, 9 of 30 items"]
+        assert list(standing["reasons"]) == ["every arm: a subset, 9 of 30 planned items"]
     assert "Exploratory, not what was planned" in part.verdict
-    assert "EXPLORATORY: every arm: a subset, 9 of 30 items" in str(part)
+    assert "EXPLORATORY: every arm: a subset, 9 of 30 planned items" in str(part)
     assert "9 of 60 items, by token (EXPLORATORY)" in " ".join(str(part).split())
     (source,), _ = find_sources([str(tmp_path / "part")])
     assert source.result.standing.status == "exploratory"

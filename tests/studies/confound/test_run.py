@@ -254,7 +254,7 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     assert report.standing.status == "exploratory"
     verdict = str(report.verdict)
     assert verdict.startswith("EXPLORATORY. No claim, ")
-    assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
+    assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 planned items.")
     assert {arm["n"] for arm in report.data["arms"].values()} == {5}
     assert_every_arm_replied_to_the_suite(report, settings)
     assert_every_arm_was_asked_in_both_forms(report, places)

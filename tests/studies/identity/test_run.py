@@ -240,7 +240,7 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
     assert "Credited to nothing" in given.data["regression_words"]["keep"]
     assert given.standing.status == "exploratory"
     assert given.standing.reasons == (
-        "every arm: a subset, 2 of 4 items",
+        "every arm: a subset, 2 of 4 planned items",
         "a subset of the regression items, 12 of 18",
         "factual, factual_second, base_factual trained for 2 of 3 batches",
     )
