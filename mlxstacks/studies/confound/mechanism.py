@@ -160,7 +160,7 @@ def mechanism_blocks(figures: Mapping[str, Any]) -> Iterator[Block]:
     moved = ", ".join("{} {} of {}".format(name, *fuse["moved"]) for name, fuse in fuses.items())
     yield Plot(
         id="margins", title=title, kind="heat map", categories=_BINS, x_label="margin, nats",
-        y_label="fuse of zeros", unit="percent moved", form="{:.0f}", limits=(0.0, 100.0),
+        y_label="fuse of zeros", unit="percent moved", form="{:.0f}", limits=(0.0, None),
         series=tuple(
             Series(label=name, y=tuple(100 * k / n if n else None for k, n in bins))
             for name, bins in by_margin.items()
