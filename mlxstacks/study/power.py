@@ -199,4 +199,4 @@ def power_lines(
 
 
 def _points(effect: float | None) -> str:
-    return "no effect is enough" if effect is None else f"{100 * effect:.1f} points"
+    return "none is large enough" if effect is None else f"{100 * effect:.1f} points"

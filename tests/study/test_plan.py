@@ -210,4 +210,4 @@ def test_power_is_told_of_the_published_plan() -> None:
     both = replace(published, arms=("A0", "A1", "A2"), claims=(("A1", "A0"), ("A2", "A0")))
     assert "alpha 0.025: 6.8 points (two proportions), 3.7 points" in both.power_lines()[1]
     small = plan(n=12, thresholds={"alpha": 0.05, "least_gain": 0.0}).power_lines()
-    assert "no effect is enough (McNemar)" in small[1]
+    assert "none is large enough (McNemar)" in small[1]
