@@ -81,7 +81,7 @@ def concluded(
         for bits in settings.widths
     }
     codes = {name: total and total["codes_changed_at_zero"] for name, total in totals.items()}
-    moves = mechanism(answers, settings.ways, settings.widths, codes)
+    moves = mechanism(answers, settings.ways, settings.widths, codes, settings.normalisation)
     result = Result(
         **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
         standing=document.Standing(status=reached.status, reasons=reached.reasons),
