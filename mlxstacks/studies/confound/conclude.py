@@ -82,7 +82,7 @@ def concluded(
         for bits in settings.widths
     }
     codes = {name: total and total["codes_changed_at_zero"] for name, total in totals.items()}
-    moves = mechanism(answers, settings.ways, settings.widths, codes)
+    moves = mechanism(answers, settings.ways, settings.widths, codes, settings.normalisation)
     result = Result(
         **ABOUT, status="done", outcome=headline(findings, findings.judgements[0]),
         verdict=verdict(findings),
