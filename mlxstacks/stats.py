@@ -128,8 +128,10 @@ class ClusteredMean:
 
     @property
     def cell(self) -> tuple[float, float, float] | None:
-        """As a cell of a table; None without an interval."""
-        return None if self.low is None or self.high is None else (self.mean, self.low, self.high)
+        """As a cell of a table; None without an interval, or where all clusters are alike."""
+        if self.low is None or self.high is None or self.low == self.high:
+            return None
+        return self.mean, self.low, self.high
 
 
 def clustered_mean(

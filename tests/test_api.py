@@ -152,7 +152,7 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
     assert weights[0]
     for ours, theirs in zip(*weights, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
-    with pytest.raises(InputError, match=r"exists.*, or force=True to replace it"):
+    with pytest.raises(InputError, match=r"(?s)other settings\n  judge: was.*, or force=True"):
         ms.fuse(nano.model_path, nano.adapter_path, by_call)
 
 

@@ -85,16 +85,16 @@ class Arm:
         """Of each item the likeliest option, with the scores of all: of the option texts, or of the
         boxed letters where answers are generated.
         """
-        scoring = self.settings.scoring
+        scoring, normalisation = self.settings.scoring, self.settings.normalisation
         encoded = [encode_choices(i, self.tokenizer, self.rendering, scoring) for i in items]
         sums = self.score(encoded)
-        picks = choose(encoded, sums, self.settings.normalisation)
+        picks = choose(encoded, sums, normalisation)
         return [
             Answer.of(
                 item, pick, TIE if pick is None else LIKELIHOOD,
-                scores=tuple(round(value, 6) for value in scores),
+                scores=_rounded(normalised(choice, scores, normalisation)),
             )
-            for item, scores, pick in zip(items, sums, picks, strict=True)
+            for item, choice, scores, pick in zip(items, encoded, sums, picks, strict=True)
         ]  # fmt: skip
 
     def second_choices(self, items: Sequence[Item], first: Sequence[Answer]) -> list[Answer]:
@@ -110,9 +110,12 @@ class Arm:
             values = normalised(choice, sums, normalisation)
             others = [place for place in range(len(values)) if place != answer.pick]
             pick = max(others, key=values.__getitem__)
-            rounded = tuple(round(value, 6) for value in sums)
-            choices.append(Answer.of(item, pick, LIKELIHOOD, scores=rounded))
+            choices.append(Answer.of(item, pick, LIKELIHOOD, scores=_rounded(values)))
         return choices
+
+
+def _rounded(scores: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(score, 6) for score in scores)
 
 
 def question_text(item: Item, scoring: Scoring) -> str:

@@ -443,7 +443,7 @@ def call(
 
 
 def what_is_kept(resolved: Resolved) -> str:
-    """After an interrupt: where the run kept what it had done, or that none of it is left."""
+    """Where an interrupted run kept what it had done, or that none of it is left."""
     from mlxstacks.files.outputs import MARK
     from mlxstacks.study.run_directory import IDENTITY, LOG, work_path
 
@@ -492,7 +492,8 @@ def check_output(name: str, resolved: Resolved) -> None:
 
     if resolved.target is None or command_named(name).extends:
         return
-    if resolved.bare and not resolved.forced and (lines := _other_settings(name, resolved)):
+    same_kind = resolved.bare or _report_in(name, resolved)[0].get("kind") == name
+    if same_kind and not resolved.forced and (lines := _other_settings(name, resolved)):
         differing = "\n  ".join([f"{resolved.target}: holds the result of other settings", *lines])
         raise TargetError(
             f"{differing}\nchoose another target with --save-path, or --force to replace it"

@@ -21,7 +21,8 @@ LIKELIHOOD, TIE = "likelihood", "tie"
 class Answer:
     """pick: the chosen option, None where no rule found one or two options tie (both wrong).
 
-    text: the raw output of a generation. scores: log-likelihood of each option.
+    text: the raw output of a generation. scores: of each option its log p in nats, or the mean over
+    its tokens or characters where that decides.
     """
 
     __pydantic_config__ = STRICT

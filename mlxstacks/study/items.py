@@ -1,8 +1,8 @@
 """Multiple-choice items: read, checked, sampled over subjects.
 
-A row has an id (`question_id` or `id`), a `question`, `options` (two or more texts), `answer` (a
-letter), `answer_index` where it is given, a subject (`category` or `subject`): MMLU-Pro's form; and
-if wanted a `justification` of the answer, which rows to train on carry.
+A row has a `question`, `options` (two or more texts), `answer` (a letter), `answer_index` where it
+is given, a subject (`category` or `subject`), an id (`question_id` or `id`; else its number, from
+1): MMLU-Pro's form; and if wanted a `justification` of the answer, which rows to train on carry.
 A row that is not an item is an error; nothing is left out silently.
 """
 
@@ -63,8 +63,8 @@ def read_items(source: str, subjects: Sequence[str] = ()) -> list[Item]:
     for settings in item_sources(source):
         # Rows of a published set may have no subject: then it is the set.
         unsaid = {"category": settings.label} if settings.download else {}
-        for where, row in open_source(settings, Path.cwd()).rows:
-            if item := _item(where, unsaid | row, problems):
+        for number, (where, row) in enumerate(open_source(settings, Path.cwd()).rows, 1):
+            if item := _item(where, {"id": str(number)} | unsaid | row, problems):
                 items.append(item)
     twice = [name for name, count in Counter(i.item_id for i in items).items() if count > 1]
     if twice:

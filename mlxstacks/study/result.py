@@ -92,14 +92,14 @@ class Result(Document, metaclass=_OfPeople):
         return pandas.DataFrame(columns)
 
     @property
-    def tables(self) -> list[str]:
-        """The ids that `table` takes."""
-        return [block.id for block in self.blocks if isinstance(block, Table)]
+    def tables(self) -> dict[str, str]:
+        """Id, which `table` takes, -> title."""
+        return {block.id: block.title for block in self.blocks if isinstance(block, Table)}
 
     @property
-    def plots(self) -> list[str]:
-        """The ids that `plot` takes."""
-        return [block.id for block in self.blocks if isinstance(block, Plot)]
+    def plots(self) -> dict[str, str]:
+        """Id, which `plot` takes, -> title."""
+        return {block.id: block.title for block in self.blocks if isinstance(block, Plot)}
 
     def __dir__(self) -> list[str]:
         return [*dir(type(self)), *type(self).model_fields]

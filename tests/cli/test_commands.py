@@ -127,7 +127,9 @@ def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
     assert "Nothing was saved yet: the same command begins" in command(*stopped)[2]
     (work / "checkpoint.safetensors").touch()
     code, _, err = command(*stopped)
-    assert (code, "mlxstacks-out/.toy.work: the same command resumes" in err) == (130, True)
+    kept = "mlxstacks-out/.toy.work: the same command resumes"
+    assert (code, kept in err) == (130, True)
+    assert kept in command("toy", "--dry-run")[2]
 
 
 def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:

@@ -193,6 +193,8 @@ def test_points_at_one_place_lie_within_each_other_at_their_values() -> None:
     assert sizes == sorted(set(sizes), reverse=True)
     names = {text.get_text() for text in figure.axes[0].texts if text.get_visible()}
     assert names == {"rank 2", "rank 4"}
+    shown = [(h.get_fillstyle(), h.get_linestyle()) for h in figure.legends[0].legend_handles]
+    assert shown == [(line.get_fillstyle(), line.get_linestyle()) for line in marked]
 
 
 def test_names_are_told_apart_where_they_are_cut() -> None:
@@ -210,6 +212,13 @@ def test_a_series_has_its_colour_whatever_is_measured_first() -> None:
     assert colours == {"better": SERIES[0], "worse": SERIES[1]}
     dots = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
     assert [line.get_color() for line in dots] == [SERIES[1], SERIES[0]]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["2", "1"]
+    values = (0.6, 0.518, 1.0, 0.2, 0.3, 0.4, 0.5)
+    many = [Series(label=f"{v}", y=(v,)) for v in values]
+    figure = figure_of(plot_of("intervals", many, categories=("a",)))
+    assert [text.get_text() for text in figure.axes[0].texts] == [f"{v:.3f}" for v in values]
+    handles = figure.legends[0].legend_handles
+    assert len({(h.get_color(), h.get_marker()) for h in handles}) == len(values)
 
 
 def test_limits_around_0_give_colours_of_two_sides_and_numbers_that_can_be_read() -> None:

@@ -260,9 +260,10 @@ def best_rates(settings: CompareSettings, cells: Mapping[tuple[str, int], CellRe
 
 
 def at_the_end(searches: Searches) -> list[str]:
-    """Notes on arms whose best rate is the lowest or highest one: the best may lie beyond."""
+    """Sentences on arms whose best rate is the lowest or highest one."""
     return [
-        f"{arm}: the best learning rate, {found['rate']:g}, is the {word} of those tried."
+        f"The best learning rate of {arm}, {found['rate']:g}, is the {word} tried: a better one "
+        "may lie beyond."
         for arm, found in searches.items()
         for word, end in (("lowest", min), ("highest", max))
         if len(found["losses"]) > 1 and found["rate"] == end(map(float, found["losses"]))
@@ -437,4 +438,5 @@ def verdict(
     if searches:
         rates = ", ".join(f"{arm} {found['rate']:g}" for arm, found in searches.items())
         sentences.append(f"Each at the best of {len(settings.rates)} learning rates: {rates}.")
+        sentences += at_the_end(searches)
     return f"{' '.join(sentences)} What counts is {settings.margin:g} nats per token."

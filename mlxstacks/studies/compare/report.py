@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, CellRecord, Searches
 from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, counted
 
 _COUNTS = ("parameters", "steps", "seconds")
 
@@ -55,14 +55,15 @@ def blocks(
 def _search_table(settings: CompareSettings, searches: Searches) -> Iterator[Table]:
     """Learning rates down, arms across, and which arms each is the best of."""
     if searches:
+        means = "means over seeds" if len(settings.search_seeds) > 1 else "seed"
         yield Table.of(
             "rates", "Search of learning rates: task loss",
             {"learning rate": "text", **dict.fromkeys(searches, ("number", 4)), "best for": "text"},
             [(f"{rate:g}", *(found["losses"][str(rate)] for found in searches.values()),
               ", ".join(arm for arm, found in searches.items() if found["rate"] == rate))
              for rate in settings.rates],
-            caption=f"Nats a token, means over seeds {', '.join(map(str, settings.search_seeds))}, "
-            "which judge nothing; fixed before the first seed that does.",
+            caption=f"Nats a token, {means} {', '.join(map(str, settings.search_seeds))}, used for "
+            "the search alone; fixed before the first seed that judges.",
         )  # fmt: skip
 
 
@@ -132,15 +133,15 @@ def _tables_of_all(settings: CompareSettings, results: Sequence[ArmResult]) -> I
         caption="Nats a token; intervals of Student over seeds, those of the differences for all "
         "arms together (Bonferroni).",
     )  # fmt: skip
-    seeds, arms = len(settings.seeds), [result.arm for result in results]
+    seeds, arms = counted(len(settings.seeds), "seed"), [result.arm for result in results]
     yield Table.of(
-        "losses", f"Losses, means over {seeds} seed{'s' if seeds > 1 else ''}",
+        "losses", f"Losses, means over {seeds}",
         {"nats per token": "text", **dict.fromkeys(arms, ("number", 4))},
         [[label, *(_cell(result.means.get(name)) for result in results)]
          for name, label in _measures(results)],
     )  # fmt: skip
     yield Table.of(
-        "spent", "What was kept and spent, means over seeds",
+        "spent", f"What was kept and spent, means over {seeds}",
         {"of a run": "text", **dict.fromkeys(arms, "count")},
         [[SUMMARY[name], *(r.means[name].mean if name in r.means else None for r in results)]
          for name in _COUNTS],

@@ -32,7 +32,6 @@ from mlxstacks.studies.compare.analysis import (
     SEARCH_RULE,
     CellRecord,
     analyse,
-    at_the_end,
     best_rates,
     check_budgets,
     check_domains,
@@ -247,7 +246,7 @@ def concluded(
             **({"rates": searches} if searches else {}),
         },
         blocks=blocks(settings, budgets, results, records, searches),
-        notes=(*_how_cells_ended(records), *at_the_end(searches)),
+        notes=tuple(_how_cells_ended(records)),
     )  # fmt: skip
 
 
@@ -342,12 +341,12 @@ def curve_of(rounds: list[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def _how_cells_ended(records: list[CellRecord]) -> list[str]:
-    notes = [f"{r.name}: {r.status}: {r.reason}" for r in records if r.status != "trained"]
+    notes = [f"Cell {r.name} {r.status}: {r.reason}" for r in records if r.status != "trained"]
     resumed = [r.name for r in records if r.status == "trained" and r.values["seconds"] is None]
     if resumed:
         notes.append(f"No seconds of runs that were stopped on the way: {', '.join(resumed)}.")
     notes += [
-        f"{record.name}, {domain}: round {r['number']} was not kept, {r['last']}."
+        f"Cell {record.name}, {domain}: round {r['number']} was not kept, {r['last']}."
         for record in records
         for domain, rounds in record.rounds.items()
         for r in rounds

@@ -133,8 +133,8 @@ class Null:
     """A null hypothesis: A1 answers no more items than something without knowledge does.
 
     n, count: items, and those that A1 answers rightly. expected: how many it answers under the
-    null. difference: of the rates. p_value: exact, two-sided. p_adjusted: see `judged_together`.
-    tested: otherwise the control is none, and both are 1.
+    null. difference: of the rates; interval: its own, 95%. p_value: exact, two-sided. p_adjusted:
+    see `judged_together`. tested: otherwise the control is none, and both are 1.
     """
 
     name: str
@@ -145,6 +145,12 @@ class Null:
     p_value: float
     p_adjusted: float = 1.0
     tested: bool = True
+    interval: Interval | None = None
+
+    @property
+    def p_of_gain(self) -> float:
+        """1 where A1 does no better."""
+        return self.p_value if self.difference > 0 else 1.0
 
     def rejected(self, alpha: float) -> bool:
         return self.difference > 0 and self.p_adjusted < alpha
@@ -155,8 +161,11 @@ def null_of_pairs(name: str, pairs: Sequence[tuple[Answer, Answer]]) -> Null:
     right, control = [a.correct for a, _ in pairs], [c.correct for _, c in pairs]
     n, count, expected = len(pairs), sum(right), sum(control)
     gained = sum(map(gt, right, control))
-    p_value = mcnemar_exact_test(gained, gained - count + expected).p_value
-    return Null(name, n, count, expected, (count - expected) / max(n, 1), p_value)
+    lost = gained - count + expected
+    interval = paired_interval(count - gained, gained, lost, n) if n else None
+    p_value = mcnemar_exact_test(gained, lost).p_value
+    difference = (count - expected) / max(n, 1)
+    return Null(name, n, count, expected, difference, p_value, interval=interval)
 
 
 def nulls_of(answers: Answers, way: str, saturated: bool = False) -> list[Null]:
@@ -188,7 +197,11 @@ def nulls_of(answers: Answers, way: str, saturated: bool = False) -> list[Null]:
     a1 = arm_result(trained, answers[trained])
     rate = max(guess_rate(answers[trained]), a1.by_position)
     p_value = binomial_test(a1.correct, a1.n, rate)
-    nulls.append(Null(GUESSING, a1.n, a1.correct, rate * a1.n, a1.accuracy - rate, p_value))
+    of_a1 = a1.interval
+    interval = Interval(of_a1.low - rate, of_a1.high - rate, of_a1.confidence)
+    nulls.append(Null(
+        GUESSING, a1.n, a1.correct, rate * a1.n, a1.accuracy - rate, p_value, interval=interval
+    ))  # fmt: skip
     return nulls
 
 
@@ -247,20 +260,16 @@ def judged_together(nulls: Mapping[str, Sequence[Null]]) -> dict[str, tuple[Null
     it stands for its way. Law: all nulls of a way are below alpha where its p by Holm is, and not
     else.
     """
-    worst = {way: max(map(_p_of_gain, of_way)) for way, of_way in nulls.items()}
+    worst = {way: max(null.p_of_gain for null in of_way) for way, of_way in nulls.items()}
     place = {way: number for number, way in enumerate(worst)}
 
     def adjusted(way: str, null: Null) -> float:
-        return holm([*(worst | {way: _p_of_gain(null)}).values()])[place[way]]
+        return holm([*(worst | {way: null.p_of_gain}).values()])[place[way]]
 
     return {
         way: tuple(replace(null, p_adjusted=adjusted(way, null)) for null in of_way)
         for way, of_way in nulls.items()
     }
-
-
-def _p_of_gain(null: Null) -> float:
-    return null.p_value if null.difference > 0 else 1.0
 
 
 @dataclass(frozen=True)

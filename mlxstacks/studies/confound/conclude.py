@@ -1,6 +1,7 @@
 """The conclusion of a confound run, a pure function of the files that it left."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.studies.confound.analysis import Answers, suite_figures
 from mlxstacks.studies.confound.mechanism import mechanism
 from mlxstacks.studies.confound.plan import PERSONA, Probe, arms_of, parts_of, saturated
-from mlxstacks.studies.confound.report import OUTCOMES, blocks
+from mlxstacks.studies.confound.report import blocks
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import Criterion, Findings, find, verdict
+from mlxstacks.studies.confound.verdict import Criterion, Findings, find, headline, verdict
 from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, read_answers
@@ -81,11 +82,12 @@ def concluded(
         for bits in settings.widths
     }
     codes = {name: total and total["codes_changed_at_zero"] for name, total in totals.items()}
-    moves = mechanism(answers, settings.ways, settings.widths, codes)
+    moves = mechanism(answers, settings.ways, settings.widths, codes, settings.normalisation)
     result = Result(
-        **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
+        **ABOUT, status="done", outcome=headline(findings, findings.judgements[0]),
+        verdict=verdict(findings),
         standing=document.Standing(status=reached.status, reasons=reached.reasons),
-        plan=plan.as_json(), plan_sha256=plan.sha256, power=tuple(plan.power_lines()),
+        plan=plan.as_json(), plan_sha256=plan.sha256, power=_power(plan, findings),
         data={
             "planned_arms": list(arms_of(settings)), "mined": split, "fuses": fuses,
             "matching": matching, **findings.as_json(),
@@ -95,6 +97,17 @@ def concluded(
         blocks=blocks(findings, fuses, split, settings, matching, identity, moves),
     )  # fmt: skip
     return result, findings
+
+
+def _power(plan: Plan, findings: Findings) -> tuple[str, ...]:
+    """With the share of pairs that A1 and A0 answer differently, where there are any."""
+    claim = next(iter(findings.claims.values()))
+    differ = (claim.mcnemar.gained + claim.mcnemar.lost) / claim.n
+    source = "planned"
+    if 0 < differ < 1:
+        plan, source = replace(plan, expected_discordant=differ), "observed"
+    more = f"for A1 against zeros alone, pairs that differ as {source}; knowledge asks for more"
+    return (*plan.power_lines(), more)
 
 
 def conclude_again(result: Result, directory: Path) -> Result:

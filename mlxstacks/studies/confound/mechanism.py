@@ -7,19 +7,24 @@ zeros of plain weights that were quantized at each width.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mlxstacks.settings import Normalisation
 from mlxstacks.stats import mcnemar_of_pairs, share
 from mlxstacks.studies.confound.plan import PERSONA, SECOND, arm, width_arms
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table
 
-EDGES = (0.25, 0.5, 1.0, 2.0, 4.0)  # nats
-_BINS = (f"to {EDGES[0]:g}", *(f"to {edge:g}" for edge in EDGES[1:]), f"over {EDGES[-1]:g}")
+# Of a margin: its unit, and where bins end.
+UNITS: dict[Normalisation, tuple[str, tuple[float, ...]]] = {
+    "sum": ("nats", (0.25, 0.5, 1.0, 2.0, 4.0)),
+    "token": ("nats per token", (0.05, 0.1, 0.2, 0.4, 0.8)),
+    "character": ("nats per character", (0.01, 0.02, 0.04, 0.08, 0.16)),
+}
 Parts = Mapping[str, Mapping[str, Sequence[Answer]]]
 
 
 class Pair(NamedTuple):
-    """An item before and after. scores: log p of its options, before. hard: base and persona both
-    got it wrong when Set G was mined; the others both right.
+    """An item before and after. scores: of its options, before. hard: base and persona both got it
+    wrong when Set G was mined; the others both right.
     """
 
     before: Answer
@@ -45,16 +50,21 @@ class Pair(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """log p of the first choice less that of the second, nats; below 0 where another option is
-        likelier than the answer.
+        """Score of the first choice less that of the second; below 0 where another option is
+        likelier than the answer, which is generated.
         """
         return self.scores[self.first] - self.scores[self.second]
 
 
 def mechanism(
-    answers: Parts, ways: Sequence[str], widths: Sequence[int], codes: Mapping[str, Any]
+    answers: Parts,
+    ways: Sequence[str],
+    widths: Sequence[int],
+    codes: Mapping[str, Any],
+    normalisation: Normalisation = "sum",
 ) -> dict[str, Any]:
     """answers: part -> arm -> answers. codes: row -> share of the codes that its fuse changes.
+    normalisation: of the scores.
 
     fuses: row -> figures, of each policy and each width. growth: whether fewer bits move more.
     """
@@ -67,8 +77,10 @@ def mechanism(
         f"{bits} bits": _pairs(answers, *width_arms(bits), ("hard", "easy"))
         for bits in sorted(widths, reverse=True)
     }
-    figures = {name: _figures(pairs) for name, pairs in (rows | of_widths).items() if pairs}
+    unit, edges = UNITS[normalisation]
+    figures = {name: _figures(pairs, edges) for name, pairs in (rows | of_widths).items() if pairs}
     return {
+        "margins": {"unit": unit, "edges": [*edges]},
         "fuses": {name: row | {"codes_changed": codes.get(name)} for name, row in figures.items()},
         "growth": _growth(of_widths) if len(widths) > 1 else None,
     }
@@ -90,15 +102,15 @@ def _pairs(answers: Parts, before: str, after: str, parts: tuple[str, str]) -> l
     return pairs
 
 
-def _figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+def _figures(pairs: Sequence[Pair], edges: Sequence[float]) -> dict[str, Any]:
     """Each [count, of how many]."""
 
     def counted(of: Sequence[Pair], test: Any = lambda pair: pair.moved) -> list[int]:
         return [sum(map(bool, map(test, of))), len(of)]
 
-    by_margin: list[list[Pair]] = [[] for _ in _BINS]
+    by_margin: list[list[Pair]] = [[] for _ in range(len(edges) + 1)]
     for pair in pairs:
-        by_margin[sum(pair.margin >= edge for edge in EDGES)].append(pair)
+        by_margin[sum(pair.margin >= edge for edge in edges)].append(pair)
     wrong = [pair for pair in pairs if not pair.before.correct]
     return {
         "moved": counted(pairs),
@@ -157,13 +169,15 @@ def mechanism_blocks(figures: Mapping[str, Any]) -> Iterator[Block]:
         return
     by_margin = {name: fuse["moved_by_margin"] for name, fuse in fuses.items()}
     title = "Answers that a fuse of zeros moves, by their margin before"
+    unit, edges = figures["margins"]["unit"], figures["margins"]["edges"]
+    bins = (*(f"to {edge:g}" for edge in edges), f"over {edges[-1]:g}")
     moved = ", ".join("{} {} of {}".format(name, *fuse["moved"]) for name, fuse in fuses.items())
     yield Plot(
-        id="margins", title=title, kind="heat map", categories=_BINS, x_label="margin, nats",
-        y_label="fuse of zeros", unit="percent moved", form="{:.0f}", limits=(0.0, 100.0),
+        id="margins", title=title, kind="heat map", categories=bins, x_label=f"margin, {unit}",
+        y_label="fuse of zeros", unit="percent moved", form="{:.0f}", limits=(0.0, None),
         series=tuple(
-            Series(label=name, y=tuple(100 * k / n if n else None for k, n in bins))
-            for name, bins in by_margin.items()
+            Series(label=name, y=tuple(100 * k / n if n else None for k, n in counts))
+            for name, counts in by_margin.items()
         ),
         alt=f"{title}. Moved of all: {moved}.",
     )  # fmt: skip
@@ -191,10 +205,10 @@ def mechanism_blocks(figures: Mapping[str, Any]) -> Iterator[Block]:
     )  # fmt: skip
     yield Table.of(
         "margins-table", "Moved, by margin before",
-        {"margin, nats": "text"} | dict.fromkeys(fuses, "text"),
+        {f"margin, {unit}": "text"} | dict.fromkeys(fuses, "text"),
         [
-            (name, *(f"{bins[place][0]} of {bins[place][1]}" for bins in by_margin.values()))
-            for place, name in enumerate(_BINS)
+            (name, *("{} of {}".format(*counts[place]) for counts in by_margin.values()))
+            for place, name in enumerate(bins)
         ],
-        folded=True, caption="Margin: log p of the first choice less that of the second.",
+        folded=True, caption="Margin: score of the first choice less that of the second.",
     )  # fmt: skip

@@ -10,7 +10,7 @@ from mlxstacks.studies.confound.analysis import MOVED, ArmResult, Comparison
 from mlxstacks.studies.confound.mechanism import growth_in_words, mechanism_blocks
 from mlxstacks.studies.confound.plan import SECOND
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import Findings
+from mlxstacks.studies.confound.verdict import Findings, headline
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text, counted
 from mlxstacks.study.items import Item, stratified_sample
 
@@ -18,18 +18,6 @@ _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
     "random": "random delta, equal norm", "shuffled": "shuffled answers",
     "moved": MOVED, SECOND: "second choices, all items",
-}  # fmt: skip
-OUTCOMES = {
-    "format": "a change of form; no knowledge shown",
-    "content": "adds knowledge", "no content": "no knowledge shown",
-    "undecided": "undecided: too few items",
-    "unmatched": "undecided: no random delta moves as many answers",
-    "perturbation": "a disturbance; no knowledge shown",
-    "shuffled": "training, not content; no knowledge shown",
-    "second choice": "a move to second choices; no knowledge shown",
-    "guessing": "leads back to guessing",
-    "wording": "hangs on one wording; no knowledge shown",
-    "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
 }  # fmt: skip
 
 
@@ -219,7 +207,7 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         p_value = _largest_p(findings, way)
         rows.append((
             way, _gain(claim), claim.clustered.cell, claim.p_value, claim.mcnemar.p_value, p_value,
-            judgement.outcome,
+            headline(findings, judgement),
         ))  # fmt: skip
     yield Table.of(
         "claims", "Content: A1 - A0", columns, rows,
@@ -251,12 +239,13 @@ def _null_table(findings: Findings) -> Table:
     """What A1 has to beat for content, by policy; all of it."""
     columns: Columns = {
         "policy: A1 against": "text", "A1": "share", "against": "share",
-        "gain, points": ("points", 2), "items": "count", "p": "p", "p (Holm)": "p",
+        "gain, points (95%)": ("points", 2), "items": "count", "p": "p", "p (Holm)": "p",
     }  # fmt: skip
     rows = [
         (
-            f"{way}{form}: {null.name}", null.count / n, null.expected / n, null.difference, null.n,
-            *((null.p_value, null.p_adjusted) if null.tested else (None, None)),
+            f"{way}{form}: {null.name}", null.count / n, null.expected / n,
+            (null.difference, i.low, i.high) if (i := null.interval) else null.difference, null.n,
+            *((null.p_of_gain, null.p_adjusted) if null.tested else (None, None)),
         )
         for form, of_form in (("", findings.nulls), (", second form", findings.second_nulls))
         for way, nulls in of_form.items()
@@ -266,8 +255,9 @@ def _null_table(findings: Findings) -> Table:
     n = min(arm.n for arm in findings.arms.values())
     return Table.of(
         "nulls", "What A1 has to beat", columns, rows,
-        caption="McNemar's exact test on pairs of answers; guessing by the binomial test, against "
-        "the rate of any option, or of A1's own choice of places if that is more. Form: A0 among "
+        caption="McNemar's exact test on pairs of answers, with Newcombe's interval; guessing by "
+        "the binomial test, with Wilson's, against the rate of any option, or of A1's own choice "
+        "of places if that is more. p: two-sided, 1 where A1 does no better. Form: A0 among "
         "the items that both answer in form, where some are not. A policy shows content where all "
         "of its rows have p (Holm), adjusted for all policies, below alpha. Without p: not tested, "
         f"the random delta moves too few answers to be a control. All {share_note(n)}.",
@@ -296,7 +286,7 @@ def _rule_table(findings: Findings) -> Table:
             "published: 5 points, p < 0.05 (z), one policy", published.n, *counts, least,
             published.p_value, "yes" if published.met else "no",
         ),
-        (ours, published.n, *counts, "depends on pairs", p_value, first.outcome),
+        (ours, published.n, *counts, "depends on pairs", p_value, headline(findings, first)),
     ]  # fmt: skip
     return Table.of(
         "rules", f"The published rule and ours, {first.way}", columns, rows,

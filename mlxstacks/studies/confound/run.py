@@ -131,7 +131,8 @@ def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:
     needed = items_for_two_proportions(settings.expected_rate, gain, alpha=alpha)
     words = (
         f"{needed:,} test items an arm find {100 * gain:g} points at 80% power, alpha {alpha:.4g} "
-        f"for each of {claims} claims; how many there are is known once Set G is mined"
+        f"for each of {claims} claims, of A1 against zeros alone; knowledge asks for more. How "
+        "many there are is known once Set G is mined"
     )
     return (words,)
 

@@ -48,8 +48,8 @@ class ConfoundSettings(Settings):
     )
     items: str | None = Field(
         None,
-        description="Multiple-choice items: a JSONL file with question_id, question, options, "
-        "answer (a letter), category and, optionally, justification; or a cached Hugging Face "
+        description="Multiple-choice items: a JSONL file with question, options, answer (a "
+        "letter), category and, optionally, question_id, justification; or a cached Hugging Face "
         "data set, such as TIGER-Lab/MMLU-Pro; or mix:mmlu-pro or mix:mmlu-pro-medmcqa-arc, which "
         "are downloaded. Default: nano's own.",
     )

@@ -125,6 +125,9 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         figures = asdict(self) | {"outcome": self.outcome}
+        for of_form in (figures["nulls"], figures["second_nulls"]):
+            for null in (null for nulls in of_form.values() for null in nulls):
+                del null["interval"]  # for the table alone: earlier runs have none
         return {k: v for k, v in figures.items() if k not in ("criterion", "standing")}
 
 
@@ -301,8 +304,8 @@ def judge(findings: Findings, way: str) -> Judgement:
 _EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
     FORM: ("format", ("", "a change of form, not content.")),
     MOVED: ("perturbation", (
-        "a random delta that disturbs as much scores",
-        "this may be a larger disturbance, not content.",
+        "a random delta that moves as many answers scores",
+        "whatever moves so many may gain as much, so this may not be content.",
     )),
     SHUFFLED: ("shuffled", (
         "an adapter trained alike on shuffled answers scores",
@@ -337,19 +340,19 @@ def percent(count: int, n: int) -> str:
 
 # --- in words ------------------------------------------------------------------------------------
 
-_HEADS = {
-    "content": "Knowledge, not only jitter",
-    "no content": "Only jitter, no knowledge that can be shown",
-    "undecided": "Undecided, too few items to say",
-    "format": "No knowledge that can be shown, a change of form",
-    "unmatched": "Undecided, the random delta moves too few answers to be a control",
-    "perturbation": "Only jitter, no knowledge that can be shown",
-    "shuffled": "No knowledge that can be shown, only training",
-    "second choice": "No knowledge that can be shown, a move to second choices",
-    "guessing": "No knowledge that can be shown, a way back to guessing",
-    "wording": "No knowledge that can be shown, the gain hangs on one wording",
-    "exploratory": "No claim, this is not what was planned",
-    "refused": "No claim, controls are missing",
+OUTCOMES: dict[Outcome, str] = {
+    "content": "knowledge, no control does as well",
+    "no content": "no knowledge shown, too small a gain over zeros",
+    "undecided": "undecided, too few items to say",
+    "unmatched": "undecided, the random delta moves too few answers to be a control",
+    "format": "no knowledge shown, a change of form",
+    "perturbation": "no knowledge shown, a random delta does as well",
+    "shuffled": "no knowledge shown, shuffled answers do as well",
+    "second choice": "no knowledge shown, second choices do as well",
+    "guessing": "no knowledge shown, guessing does as well",
+    "wording": "no knowledge shown, the gain hangs on one wording",
+    "exploratory": "no claim, this is not what was planned",
+    "refused": "no claim, controls are missing",
 }
 
 
@@ -358,8 +361,9 @@ def verdict(findings: Findings) -> str:
     first, standing = findings.judgements[0], findings.standing
     claim = findings.claims[first.way]
     adapter = "the unfused" if first.way == "unfused" else f"fused by {first.way}, the"
+    head = headline(findings, first)
     answer = (
-        f"{_head(findings)}: {adapter} adapter (A1) answers "
+        f"{head[0].upper()}{head[1:]}: {adapter} adapter (A1) answers "
         f"{percent(claim.count, claim.n)} of what base and persona got wrong, its zero-delta "
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
@@ -380,20 +384,26 @@ def verdict(findings: Findings) -> str:
     return " ".join([*words, standing.in_words()])
 
 
-def _head(findings: Findings) -> str:
-    first = findings.judgements[0]
-    claim, moved = findings.claims[first.way], findings.moved[arm("a1", first.way)]
-    if findings.standing.reasons and first.outcome != "refused":
-        return _HEADS["exploratory"]
-    if first.outcome in ("no content", "undecided"):
-        form = findings.forms[first.way]
+def headline(findings: Findings, judgement: Judgement) -> str:
+    """Its outcome in the words of tables and verdict. Jitter is what the fuse does by itself: only
+    where half of the gain or more came with zeros.
+    """
+    way = judgement.way
+    claim, moved = findings.claims[way], findings.moved[arm("a1", way)]
+    if findings.standing.reasons and judgement.outcome != "refused":
+        return OUTCOMES["exploratory"]
+    if judgement.outcome in ("no content", "undecided"):
+        form, parts = findings.forms[way], findings.decomposition.get(way)
         if not form.in_form and not form.control_in_form:
-            return "No claim, neither arm gives one answer in the form that was asked for"
+            return "no claim, neither arm gives one answer in the form that was asked for"
         if claim.difference < 0 and claim.mcnemar.p_value < findings.criterion.alpha:
-            return "Harm, no knowledge"
-        if moved.n and not moved.changed and first.outcome == "no content":
-            return "Neither knowledge nor jitter, not one answer changes"
-    return _HEADS[first.outcome]
+            return "harm, no knowledge"
+        if judgement.outcome == "no content" and moved.n and not moved.changed:
+            return "no knowledge shown, not one answer changes"
+        floor_share = (parts and parts.floor_share) or 0
+        if judgement.outcome == "no content" and way != "unfused" and floor_share >= 0.5:
+            return "only jitter, no knowledge shown"
+    return OUTCOMES[judgement.outcome]
 
 
 def _of_second_form(findings: Findings) -> list[str]:
@@ -404,6 +414,8 @@ def _of_second_form(findings: Findings) -> list[str]:
     a1, a0 = (findings.second_form[arm(kind, way)] for kind in ("a1", "a0"))
     unbeaten = [n.name for n in findings.second_nulls[way] if not beaten(n, findings.criterion)]
     beats = f"all but {', '.join(unbeaten)}" if unbeaten else "every control there too"
+    if len(unbeaten) == len(findings.second_nulls[way]):
+        beats = "none of its controls"
     words = (
         f"In the second form of the prompt A1 answers {percent(a1.correct, a1.n)} and A0 "
         f"{percent(a0.correct, a0.n)}; A1 beats {beats}."
@@ -473,14 +485,15 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
         )
     rates = f"A0 fixes {percent(wrong.fixed, wrong.n)} and breaks {percent(right.broken, right.n)}"
     test = two_proportion_z_test(wrong.fixed, wrong.n, right.broken, right.n)
+    p_value = f"(z-test, p = {test.p_value:.2g})"
     if test.p_value >= alpha:
-        return f"{rates}: no asymmetry shown (p = {test.p_value:.2g}), as noise would."
+        return f"{rates}: no asymmetry shown {p_value}, as of mere noise."
     if test.difference < 0:
         return (
-            f"{rates}: more broken than fixed (p = {test.p_value:.2g}), so damage, as answers that "
+            f"{rates}: more broken than fixed {p_value}, so damage, as answers that "
             "change at random are rarely right."
         )
-    return f"{rates}: one-sided (p = {test.p_value:.2g}), so selection or a harness that changed."
+    return f"{rates}: one-sided {p_value}, so selection or a harness that changed."
 
 
 def fuse_notes(fuses: Mapping[str, Mapping[str, Any]], target_correlation: float) -> list[str]:

@@ -189,8 +189,8 @@ def gate(
     elif unfused >= least:
         state = "lost in its fuse"
         why = (
-            f"the unfused persona passes, but of the {least} that are needed its own fuse by "
-            f"{policy} left {persona}: nothing is left to preserve"
+            f"unfused the persona passes {unfused}, fused by {policy} {persona}, fewer than the "
+            f"{least} that it takes: it was lost before anything was stacked on it"
         )
     else:
         state, why = "no persona", f"not even unfused does the persona pass {least}"

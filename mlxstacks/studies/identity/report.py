@@ -230,7 +230,7 @@ def _regression(figures: Figures, of: str, title: str) -> Iterator[Table]:
     columns: Columns = {
         "arm": "text", "compared with": "text", "items": "count", "right": "count",
         "right there": "count", "fixed": "count", "broken": "count", "net": ("change", 0),
-        "net share": ("points", 1),
+        "net share, points": ("points", 1),
         "p": "p", "chi square": ("number", 2), "in form": "count", "in form there": "count",
     }  # fmt: skip
     keys = ("n", "right", "reference_right", "fixed", "broken", "net")

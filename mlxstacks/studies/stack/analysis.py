@@ -444,6 +444,8 @@ def _routing_blocks(stacks: Figures) -> Iterator[Block]:
         )  # fmt: skip
     for what, words in _LOADS.items():
         for number, (name, stack) in enumerate(list(stacks.items())[:MOST_PLOTS], 1):
+            if what == "dispatch" and all(on["gate"] == on[what] for on in stack["on"].values()):
+                continue  # top_k 1: the same again
             uniform = stack[f"uniform_{what}"]
             yield Plot(
                 id=f"experts-{what}-{number}", title=f"Stack {name}: {words}", kind="intervals",
@@ -483,7 +485,8 @@ def _separation_blocks(points: Figures | None) -> Iterator[Block]:
             "separation", "A prompt's domain from its routing, nearest centroid", columns,
             [(name, (s["accuracy"], s["interval"]["low"], s["interval"]["high"]), s["chance"],
               s["permuted_accuracy"], s["p"], s["silhouette"]) for name, s in named.items() if s],
-            caption=f"n = {trained['n']} prompts, 95% intervals.",
+            caption=f"n = {trained['n']} prompts, 95% intervals. p: share of shuffles of domains "
+            "(this one counted) that tell as many apart; shuffled: their mean.",
         )  # fmt: skip
     labels, coordinates = points["labels"], points["coordinates"]
     if all(len(point) == 2 for point in coordinates):
@@ -540,8 +543,10 @@ def _loss_plots(domains: Sequence[Figures]) -> Iterator[Plot]:
 
 
 def outcome(geometry: Figures) -> str:
-    mean = geometry["weights"]["mean"]
-    return "cosine not measured" if mean is None else f"cosine {mean:.3f}"
+    weights = geometry["weights"]
+    if weights["mean"] is None:
+        return "cosine not measured"
+    return f"cosine of domains {weights['mean']:.3f}, of chance {weights['mean_chance']:.3f}"
 
 
 def verdict(geometry: Figures, routing: Figures | None) -> str:

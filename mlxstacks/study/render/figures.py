@@ -166,12 +166,13 @@ def _draw_intervals(figure: Any, plot: Plot) -> None:
     labels = [plot.categories[place] for place, _, _ in shown]
     first = [n == 0 or place != shown[n - 1][0] for n, (place, _, _) in enumerate(shown)]
     ax = _rows(figure, labels, [*groups.values()] if named else [], plot, len(dots), first=first)
+    numbers = _numbers(plot, [series.y[place] for place, series, _ in shown])
     for row, (place, series, number_of_series) in enumerate(shown):
         if first[row] and row and not all(first):
             ax.axhline(row - 0.5, color=RULE, linewidth=0.6, zorder=0.4)
         value, style = series.y[place], number_of_series % len(SERIES)
         if not dense:
-            number = "not measured" if value is None else plot.form.format(value)
+            number = "not measured" if value is None else numbers[value]
             ax.annotate(number, (1.02, row), xycoords=("axes fraction", "data"), va="center",
                         fontsize=8, annotation_clip=False)  # fmt: skip
         if value is None:
@@ -180,14 +181,28 @@ def _draw_intervals(figure: Any, plot: Plot) -> None:
         if low is not None and high is not None:
             ax.plot([low, high], [row, row], color=SERIES[style], alpha=0.75,
                     linewidth=0.8 if dense else 2.2)  # fmt: skip
-        ax.plot([value], [row], marker=MARKERS[style], color=SERIES[style], linestyle="",
-                markersize=2.5 if dense else 6)  # fmt: skip
+        ax.plot([value], [row], marker=MARKERS[_mark(number_of_series)], color=SERIES[style],
+                linestyle="", markersize=2.5 if dense else 6)  # fmt: skip
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.grid(axis="x")
     ax.margins(x=0.06)
     if None not in plot.limits:
         ax.set_xlim(*plot.limits)
     _legend(figure, groups if named else {}, plot.references, rows=len(shown))
+
+
+def _mark(number: int) -> int:
+    """Place of a series' marker and dash: colours that come again have others."""
+    return (number + number // len(SERIES)) % len(MARKERS)
+
+
+def _numbers(plot: Plot, values: Iterable[float | None]) -> dict[float, str]:
+    """Value -> its number as the plot has it; {:.3g}, which drops zeros, with as many decimals."""
+    texts = {value: plot.form.format(value) for value in values if value is not None}
+    decimals = max((len(text.partition(".")[2]) for text in texts.values()), default=0)
+    if plot.form != "{:.3g}" or decimals > 4 or any("e" in text for text in texts.values()):
+        return texts
+    return {value: f"{value:.{decimals}f}" for value in texts}
 
 
 def _dots(plot: Plot) -> Iterator[tuple[int, Series, int]]:
@@ -213,7 +228,7 @@ def _draw_series(figure: Any, plot: Plot) -> None:
         off = 0 if dense else 0.8 / max(4, len(names)) * (number - (len(names) - 1) / 2)
         dots = [(v, y + off) for y, v in enumerate(series.y[: len(labels)]) if v is not None]
         ax.plot([v for v, _ in dots], [y for _, y in dots], linestyle="",
-                markersize=2.5 if dense else 6, marker=MARKERS[number % len(MARKERS)],
+                markersize=2.5 if dense else 6, marker=MARKERS[_mark(number)],
                 color=SERIES[number % len(SERIES)], alpha=0.9)  # fmt: skip
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="x" if dense else "both")
@@ -271,15 +286,16 @@ def _ordinal(number: int) -> str:
 
 def _legend(
     figure: Any, groups: Mapping[int, str], references: Mapping[str, float], line: Any = "-",
-    rows: int = 0,
+    rows: int = 0, drawn: Iterable[Any] = (),
 ) -> None:  # fmt: skip
-    """An entry for what each marker and line means; groups: by place of series. Below the plot, or
-    above one of many rows.
+    """An entry for what each marker and line means; groups: by place of series, or what was drawn.
+    Below the plot, or above one of many rows.
     """
     from matplotlib.lines import Line2D
 
-    entries: list[Any] = [
-        Line2D([], [], color=SERIES[n % len(SERIES)], marker=MARKERS[n % len(MARKERS)],
+    entries = [*drawn]
+    entries += [
+        Line2D([], [], color=SERIES[n % len(SERIES)], marker=MARKERS[_mark(n)],
                linestyle=line, label=short(name or "other", 40))
         for n, name in groups.items()
     ]  # fmt: skip
@@ -320,7 +336,7 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
                 line.set_label("1 other" if others == 1 else f"the {others} others")
                 entries.append(line)
             continue
-        mark = (number + number // len(SERIES)) % len(MARKERS)
+        mark = _mark(number)
         low, high = ([(ends or series.y)[n] for n in places] for ends in (series.low, series.high))
         colour = SERIES[number % len(SERIES)]
         if low != y or high != y:
@@ -361,17 +377,19 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
 
     figure.set_size_inches(WIDTH, 3.3 + 0.2 * ((len(plot.series) + 1) // 2))
     ax, names, points = figure.subplots(), list[Any](), list[tuple[Any, Any]]()
+    drawn: list[Any] = []
     for number, series in enumerate(plot.series):
-        colour, mark = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+        colour, mark = SERIES[number % len(SERIES)], _mark(number)
         order = sorted(range(len(series.x)), key=lambda n, x=series.x: x[n])  # type: ignore[misc]
         order = [n for n in order if series.y[n] is not None]
         for n in order:
             low, high = (series.low or series.y)[n], (series.high or series.y)[n]
             if low is not None and high is not None:
                 ax.plot([series.x[n]] * 2, [low, high], color=colour, alpha=0.6, linewidth=1.6)
-        ax.plot(
-            [series.x[n] for n in order], [series.y[n] for n in order], color=colour, marker=mark,
-            linestyle=DASHES[number % len(DASHES)], markerfacecolor="none", markeredgewidth=1.4,
+        drawn += ax.plot(
+            [series.x[n] for n in order], [series.y[n] for n in order], color=colour,
+            marker=MARKERS[mark], linestyle=DASHES[mark] if len(order) > 1 else "",
+            markerfacecolor="none", markeredgewidth=1.4, label=short(series.label or "other", 40),
             markersize=max(5, 5 + 3 * (min(len(plot.series), 4) - 1 - number)),
         )  # fmt: skip
         points += [(series.x[n], series.y[n]) for n in order]
@@ -412,8 +430,7 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
             if name.get_visible():
                 shown.append(box)
                 break
-    groups = {n: series.label for n, series in enumerate(plot.series)}
-    _legend(figure, groups if len(groups) > 1 else {}, plot.references)
+    _legend(figure, {}, plot.references, drawn=drawn if len(drawn) > 1 else ())
 
 
 def _draw_heat_map(figure: Any, plot: Plot) -> None:
@@ -428,7 +445,8 @@ def _draw_heat_map(figure: Any, plot: Plot) -> None:
     columns, series = plot.categories[:MOST_COLUMNS], plot.series[: _most_heat_rows(plot)]
     rows = [row.y[:MOST_COLUMNS] for row in series]
     shades = _Shades(plot, [v for row in rows for v in row if v is not None])
-    texts = [[None if v is None else plot.form.format(v) for v in row] for row in rows]
+    numbers = _numbers(plot, [v for row in rows for v in row])
+    texts = [[None if v is None else numbers[v] for v in row] for row in rows]
     longest = max((len(text) for row in texts for text in row if text), default=0)
     side = 1.4 + 0.075 * min(LONGEST_TICK, max((len(row.label) for row in series), default=0))
     room = _WIDEST_INCHES - side

@@ -214,7 +214,7 @@ def test_rates_are_chosen_on_seeds_that_judge_nothing(
     assert [*table["best_for"]] == ["three", "", "two"]
     assert [*table["two"]] == pytest.approx([2.005, 2.005, 1.505])
     assert "Each at the best of 3 learning rates: two 0.03, three 0.01." in result.verdict
-    assert "two: the best learning rate, 0.03, is the highest of those tried." in result.notes
+    assert "The best learning rate of two, 0.03, is the highest tried: a better" in result.verdict
     assert len([*(target / "cells").glob("*.json")]) == 16
     assert len([path for path in (target / "cells").iterdir() if path.is_dir()]) == 4
     assert_its_files_give_edits_away(target, "rates.two.rate")

@@ -37,10 +37,12 @@ def items_of(counts: dict[str, int]) -> list[Item]:
 
 
 def test_items_are_read_whole(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "items.jsonl", [item_row(0), item_row(1)])
-    first, second = read_items(str(path))
+    unnamed = {key: value for key, value in item_row(5).items() if key != "question_id"}
+    path = write_rows(tmp_path / "items.jsonl", [item_row(0), item_row(1), unnamed])
+    first, second, third = read_items(str(path))
     assert (first.item_id, first.subject, first.letters) == ("0", "alpha", "ABC")
     assert second.options[second.answer_index] == item_row(1)["options"][1]
+    assert third.item_id == "3"
     assert [item.item_id for item in read_items(str(path), ["beta"])] == ["1"]
 
 

@@ -66,6 +66,7 @@ def test_flips_are_counted_by_margin_difficulty_and_width() -> None:
     assert not table.folded
     assert isinstance(margins, Table)
     assert margins.rows[0] == ("to 0.25", "2 of 2", "2 of 2")
+    assert plot.x_label == "margin, nats"
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,14 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     assert row(tables["claims"], "refit") == {
         "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)",
         "over subjects, points (95%)": "+50.00 (+10.00 to +90.00)", "p (z)": "0.02",
-        "p (McNemar)": "0.06", "largest p (Holm)": "below 0.0001", "outcome": "content",
+        "p (McNemar)": "0.06", "largest p (Holm)": "below 0.0001",
+        "outcome": "knowledge, no control does as well",
     }  # fmt: skip
     against_random = row(tables["nulls"], "refit: random delta, as many moved")
     assert (against_random["A1"], against_random["against"]) == ("50.0%", "3.3%")
-    assert against_random["gain, points"] == "+46.67"
+    assert against_random["gain, points (95%)"] == "+46.67 (+32.64 to +58.95)"
+    guessing = row(tables["nulls"], "promote: guessing")
+    assert (guessing["gain, points (95%)"], guessing["p"]) == ("-10.00 (-10.00 to -3.98)", "1")
     assert row(tables["rules"], "published: 5 points, p < 0.05 (z), one policy") == {
         "rule": "published: 5 points, p < 0.05 (z), one policy", "items": "60", "A1": "30",
         "A0": "0", "least passing count": "4", "p": "below 0.0001", "content": "yes",

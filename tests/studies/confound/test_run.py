@@ -6,6 +6,7 @@ Run: pytest tests/studies/confound/test_run.py
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,26 @@ def test_second_choices_are_the_likeliest_but_the_chosen(done: Done, places: Pla
         for letter, part in zip("ABC", encoded.continuations, strict=True):
             assert f"{{{letter}}}" in boxed.tokenizer.decode(list(part)).replace(" ", "")
         assert likeliest.pick == int(np.argmax(likeliest.scores))
+
+
+@pytest.mark.parametrize("normalisation", ["token", "character"])
+def test_scores_are_those_that_decide(places: Places, normalisation: str) -> None:
+    items = [
+        replace(item, options=("a", "a b c d e f g h", "one two three"))
+        for item in read_items(str(places[2]))[:4]
+    ]
+    arm = Arm(places[0], settings_for(places, places[0], normalisation=normalisation))
+    sums = Arm(places[0], settings_for(places, places[0])).likeliest(items)
+    for item, answer, summed in zip(items, arm.likeliest(items), sums, strict=True):
+        assert answer.pick == int(np.argmax(answer.scores))
+        lengths = [len(part) for part in encode_choices(item, arm.tokenizer).continuations]
+        if normalisation == "token":
+            np.testing.assert_allclose(
+                np.multiply(answer.scores, lengths), summed.scores, atol=1e-4
+            )
+        (second,) = arm.second_choices([item], [answer])
+        np.testing.assert_allclose(second.scores, answer.scores, atol=1e-4)
+        assert second.pick == int(np.argsort(answer.scores)[-2])
 
 
 def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None:

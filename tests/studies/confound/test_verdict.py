@@ -65,7 +65,7 @@ def test_the_published_run_is_a_null_in_words() -> None:
     )
     assert found.judgements[0].outcome == "no content"
     assert verdict(found).startswith(
-        "Only jitter, no knowledge that can be shown: fused by refit, the adapter (A1) answers "
+        "Only jitter, no knowledge shown: fused by refit, the adapter (A1) answers "
         "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
         "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
     )
@@ -177,7 +177,7 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
     ("changes", "outcome", "words"),
     [
         (GAIN, "content", (
-            "Knowledge, not only jitter: fused by refit, the adapter (A1) answers 43.35%",
+            "Knowledge, no control does as well: fused by refit, the adapter (A1) answers 43.35%",
             "As planned beforehand.",
         )),
         (GAIN | {"right": 0}, "refused", (
@@ -188,30 +188,35 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
         (GAIN | {"moved_refit": 297}, "perturbation", (
-            "Only jitter", "a random delta that disturbs as much scores 42.92%, too near",
+            "No knowledge shown, a random delta does as well",
+            "a random delta that moves as many answers scores 42.92%, too near",
         )),
         (GAIN | {"shuffled_refit": 297}, "shuffled", (
-            "No knowledge that can be shown, only training: fused by refit",
+            "No knowledge shown, shuffled answers do as well: fused by refit",
             "an adapter trained alike on shuffled answers scores 42.92%, too near",
         )),
         (GAIN | {"persona_second": 297}, "second choice", (
-            "No knowledge that can be shown, a move to second choices: fused by refit",
+            "No knowledge shown, second choices do as well: fused by refit",
             "second choices in place of what A1 moves score 42.92%, too near",
         )),
         # Items that were chosen for being wrong: any change leads back to 1 in 4.
         ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "moved_refit": 8}, "guessing", (
-            "No knowledge that can be shown, a way back to guessing",
+            "No knowledge shown, guessing does as well",
         )),
         ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "moved_refit": 8}, "content", (
-            "Knowledge, not only jitter",
+            "Knowledge, no control does as well",
         )),
         ({"a1_refit": 128, "a0_refit": 123, "without": ["persona_again"]}, "no content", (
-            "Only jitter, no knowledge that can be shown",
+            "Only jitter, no knowledge shown",
             "Controls that are missing: a rerun of the unfused persona",
         )),
         ({"a1_refit": 125, "a0_refit": 123, "a1_unfused": 300, "a1_promote": 300}, "no content", (
             "Only jitter", "Fused by promote it adds knowledge.",
             "Unfused the adapter does add knowledge (+43.35 points): the fuse loses it.",
+        )),
+        # A gain that came without the fuse is no jitter.
+        ({"a1_refit": 12, "a0_refit": 1}, "no content", (
+            "No knowledge shown, too small a gain over zeros: ",
         )),
         ({"a1_refit": 20, "a0_refit": 123}, "no content", (
             "Harm, no knowledge: ", "McNemar's test alone sees fewer right answers",
@@ -222,7 +227,7 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
             "less than 5 points; 13 items leave room for 22.8 points",
         )),
         ({"a1_refit": 0, "a0_refit": 0}, "no content", (
-            "Neither knowledge nor jitter, not one answer changes: ",
+            "No knowledge shown, not one answer changes: ",
         )),
         ({"a1_refit": 20, "a0_refit": 19, "standing": SUBSET}, "no content", (
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
@@ -252,10 +257,11 @@ def test_a_gain_that_hangs_on_one_wording_is_no_content() -> None:
     one = case(**GAIN, second_form=gain | {"shuffled_refit": 297})
     assert one.outcome == "wording"
     assert verdict(one).startswith(
-        "No knowledge that can be shown, the gain hangs on one wording: fused by refit"
+        "No knowledge shown, the gain hangs on one wording: fused by refit"
     )
     assert "but not so in a second form of the prompt" in verdict(one)
     assert "A1 beats all but shuffled answers." in verdict(one)
+    assert "A1 beats none of its controls." in verdict(case(**GAIN, second_form={}))
     assert "second form" not in verdict(case(**GAIN))
     # Both forms of a way are one claim: its p is the largest of either.
     assert both.judgements[1].outcome == "wording"  # promote gains in the first form alone
@@ -366,7 +372,7 @@ def test_a_gain_of_boxes_is_no_content() -> None:
     found = judged({"a1_refit": answers, "a0_refit": a0})
     assert CRITERION.passes(found.nulls["refit"][0])
     assert found.judgements[0].outcome == "format"
-    assert verdict(found).startswith("No knowledge that can be shown, a change of form: ")
+    assert verdict(found).startswith("No knowledge shown, a change of form: ")
     assert "A0 50.00% (345 of 690)" in verdict(found)
     assert "among the 345 items that both answer so the gain is +0.00 points" in verdict(found)
     # None of A0's answers is in form: nothing is left to compare.
@@ -475,7 +481,7 @@ def test_floors_are_told_apart() -> None:
     assert "more broken than fixed" in damage
     assert "selection" not in damage
     symmetric = floor_in_words(Flips(692, 60, 20, 0), Flips(692, 60, 0, 22), 0.05)
-    assert "no asymmetry shown (p = 0.75)" in symmetric
+    assert "no asymmetry shown (z-test, p = 0.75)" in symmetric
     assert "no outcome" in floor_in_words(Flips(692, 9, 0, 0), Flips(692, 0, 0, 0), 0.05)
     assert "not tried" in floor_in_words(Flips(692, 0, 0, 0), Flips(0, 0, 0, 0), 0.05)
 
