@@ -255,6 +255,7 @@ def plan(
     Raises: InputError: an input that was typed, not read from a recipe, is not here; the target is
         never replaced.
     """
+    forced, refused = resolved, ""
     try:
         check_output(name, resolved)
     except TargetError as error:
@@ -262,23 +263,24 @@ def plan(
             raise
         settings = resolved.settings.model_copy(update={"force": True})
         forced = replace(resolved, settings=settings, forced=True)
-        result = plan(name, forced, from_recipe, progress)
-        shown = {**result.settings, "force": False}
-        notes = (*result.notes, f"A run would refuse: {error}")
-        return result.model_copy(update={"notes": notes, "settings": shown})
+        check_output(name, forced)
+        refused = f"A run would refuse: {error}"
     with naming_nano(name, resolved):
-        made = plan_from_config(name, resolved, from_recipe)
-        if made is not None:
-            return made
-        if not plans_itself(name):
+        result = plan_from_config(name, resolved, from_recipe)
+        if result is None and not plans_itself(name):
             check_inputs(name, resolved.settings)
-            return plan_of_settings(name, resolved)
-    result = call(name, resolved, dry_run=True, progress=progress)
-    # The guard reads nothing but a config, shipped or not.
-    if name != "guard" and (missing := absent(inputs_of(name, resolved.settings))):
-        if not from_recipe:
-            check_inputs(name, resolved.settings)
-        result = with_missing(result, missing)
+            result = plan_of_settings(name, resolved)
+    if result is None:
+        result = call(name, forced, dry_run=True, progress=progress)
+        # The guard reads nothing but a config, shipped or not.
+        if name != "guard" and (missing := absent(inputs_of(name, resolved.settings))):
+            if not from_recipe:
+                check_inputs(name, resolved.settings)
+            result = with_missing(result, missing)
+    if refused:
+        shown = {key: key != "force" and value for key, value in result.settings.items()}
+        update = {"notes": (*result.notes, refused), "settings": shown}
+        result = result.model_copy(update=update)
     return result
 
 
