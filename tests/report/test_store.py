@@ -32,7 +32,7 @@ def write_store(run: Path) -> Path:
 
 def test_a_store_without_a_training_is_shown_by_its_manifest(tmp_path: Path) -> None:
     page = page_of(write_store(tmp_path / "store"))
-    assert "2 domains, 0 stacks, a +0.500 ungated" in page
+    assert "2 domains, 0 stacks; with every stack on, the loss of a moved by +0.500" in page
     assert "a lost most, +0.5000 to 1.5000" in page
     assert "Losses, ungated: every stack on" in page
 
