@@ -80,7 +80,7 @@ def test_a_plan_refuses_directories_that_the_run_would(
     (work_dir / "items.jsonl").write_text('{"question": "x", "options": ["a"], "answer": "A"}')
     given = ("--model", "elsewhere", "--persona", "elsewhere", "--items", "items.jsonl", *card)
     code, _, err = typed(command, *given, "--dry-run")
-    assert (code, "items.jsonl, line 1: no question_id" in err) == (2, True), err
+    assert (code, "items.jsonl, line 1: no category" in err) == (2, True), err
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if n.partition("-")[0] in PLANNED])

@@ -156,7 +156,7 @@ def test_the_command_line_trains_goes_on_and_says_so(
     assert report["data"]["status"] == "complete"
     assert list(report["data"]["domains"]) == ["alpha", "beta"]
     assert run_command_line([*common, "--set", "stack.rnk=2"]) == 2
-    assert "did you mean 'rank'" in capsys.readouterr().err
+    assert "did you mean 'stack.rank'" in capsys.readouterr().err
     assert run_command_line([*common, "--set", "null_space=null", "--dry-run"]) == 2
     assert "null_space" in capsys.readouterr().err
 
