@@ -63,7 +63,7 @@ if [ ! -e preferred ]; then
   [ -e pairs ] || python -m benchmarks.preference_pairs "$data/gsm8k_test.jsonl" pairs
   rm -rf aligned && cp -r store aligned
   mlxstacks align --store-path aligned --domain math --model "$model" --data pairs --iters 40 \
-    --batch-size 4 --steps-per-eval 20 --learning-rate 2e-4 --max-seq-length 320 \
+    --batch-size 4 --steps-per-eval 20 --learning-rate 5e-5 --max-seq-length 320 \
     --save-path preferred
 fi
 
