@@ -2,10 +2,11 @@
 
     MLXSTACKS_REAL_MODEL=... pytest tests/real/test_eval_parity.py
 
-Theirs are in tests/fixtures/lm_eval_scores.json (lm_eval_scores.py beside it has the commands);
-MLXSTACKS_PARITY_ITEMS of each task are compared, four unless it says otherwise, 40 are there.
+Theirs are in tests/fixtures/lm_eval_scores.json.gz (lm_eval_scores.py beside it has the commands);
+MLXSTACKS_PARITY_ITEMS of each task are compared, four unless it says otherwise, 200 are there.
 """
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -18,8 +19,8 @@ from mlxstacks.studies.benchmarks.arms import open_arms
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "lm_eval_scores.json"
-ROWS = json.loads(FIXTURE.read_text())["items"]
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "lm_eval_scores.json.gz"
+ROWS = json.loads(gzip.decompress(FIXTURE.read_bytes()))["items"]
 COUNT = int(os.environ.get("MLXSTACKS_PARITY_ITEMS", "4"))
 # Nats a token, of a float32 model of thirty layers; measured: up to 3e-4.
 TOLERANCE = 5e-4
