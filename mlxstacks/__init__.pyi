@@ -184,8 +184,8 @@ def fuse(model: str | Path | None = None,
     dry_run: bool = False) -> Result:
     """Fuse adapters into a quantized model, and measure how much of them survives."""
 
-def generate(model: nn.Module, tokenizer: Any = None,
-    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int] = '', *, routed: bool = False,
+def generate(model: nn.Module, tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], *, routed: bool = False,
     ungated: bool = False, pin: str | Sequence[str] = (), system_prompt: str | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', temp: float = 0.0,
     top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, max_tokens: int = 256,

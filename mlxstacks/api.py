@@ -439,11 +439,7 @@ def _in_python_words(name: str | None) -> Iterator[None]:
         yield
     except (InputError, StoreError) as error:
         message = in_keywords(str(error), keywords)
-        message = message.replace("unknown key ", "unknown keyword ")
-        if name not in ("load", "generate", "guard"):
-            known = r"^(unknown keyword '\w+'.*\(known: .*)\)$"
-            message = re.sub(known, r"\1, progress, dry_run)", message, flags=re.MULTILINE)
-        error.args = (message,)
+        error.args = (message.replace("unknown key ", "unknown keyword "),)
         raise error.with_traceback(None) from error.__cause__
     except KeyboardInterrupt as error:
         kept = in_keywords(str(error), keywords).replace("the same command", "the same call")
@@ -503,8 +499,8 @@ def load(
 
 def generate(
     model: "nn.Module",
-    tokenizer: Any = None,
-    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int] = "",
+    tokenizer: Any,
+    prompt: str | Sequence[Mapping[str, Any]] | Sequence[int],
     **settings: Any,
 ) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out.
@@ -652,11 +648,9 @@ def _function_of(name: str, positions: Sequence[str]) -> Any:
         if len(given) > len(positions):
             takes = f"at most {len(positions)} positional arguments"
             raise TypeError(f"{name}() takes {takes} but {len(given)} were given")
-        free = [key for key in positions if key not in settings]
-        if len(given) > len(free):
-            twice = min(settings.keys() & {*positions})
-            raise TypeError(f"{name}() got multiple values for argument {twice!r}")
-        by_position = _given(**dict(zip(free, given, strict=False)))
+        by_position = _given(**dict(zip(positions, given, strict=False)))
+        if twice := settings.keys() & by_position.keys():
+            raise TypeError(f"{name}() got multiple values for argument {min(twice)!r}")
         return _command(command, by_position | settings, progress, dry_run)
 
     function.__name__ = function.__qualname__ = name

@@ -247,11 +247,11 @@ def _explain(
         known = _keys_at(settings_class, location[:-1])
         if len(location) == 1 and (instead := key_elsewhere(command, key, known)):
             return f"unknown key {key!r}: {instead}"
-        outer, _, last = key.rpartition(".")
+        outer, dot, last = key.rpartition(".")
         if len(location) == 1 and (inner := nested_key(settings_class, last)):
             below = f"in a recipe below {inner.partition('.')[0]}"
             return f"unknown key {key!r}: here it is --set {inner}=..., {below}"
-        hint = nearest(last, known).replace("'", f"'{outer and outer + '.'}", 1)
+        hint = nearest(last, known, outer + dot)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
         # a nested setting has no option of its own

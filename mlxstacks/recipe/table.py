@@ -499,10 +499,10 @@ def load(dotted: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known name is close."""
+def nearest(name: str, known: Iterable[str], outer: str = "") -> str:
+    """`; did you mean 'x'?`, or nothing when no known name is close. outer: shown before it."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {outer + close[0]!r}?" if close else ""
 
 
 def command_named(name: str) -> Command:

@@ -63,12 +63,12 @@ def _has_recurrent_kernel() -> bool:
 
 
 def prepare_base(
-    model: nn.Module, base: str, notes: list[str], *, checkpointed: bool = False
+    model: nn.Module, base: str | None, notes: list[str], *, checkpointed: bool = False
 ) -> bool:
     """Widen the base in place where that is asked for, or worth it; returns whether it was.
 
     base: "stored", "float32", or "auto": float32 on a CPU with twice the memory for it, where its
-        products are some 20 times faster; "fitting": the same where there is no setting of it. The
+        products are some 20 times faster; None: the same where there is no setting of it. The
         values stay those that are stored.
     checkpointed: the layers will be. Experts are not grouped then: what they evaluate to count
         their rows is kept until the gradient is built, and checkpointing would save nothing.
@@ -76,7 +76,7 @@ def prepare_base(
     device = memory.device()
     needed = 4 * base_model.count_parameters(model)
     fits = device.memory_bytes is not None and needed <= device.memory_bytes // 2
-    wanted = base == "float32" or (base in ("auto", "fitting") and device.kind == "cpu" and fits)
+    wanted = base == "float32" or (base in ("auto", None) and device.kind == "cpu" and fits)
     if wanted:
         base_model.dequantize(model)
         base_model.cast(model, mx.float32)

@@ -64,8 +64,10 @@ def test_experts_of_checkpointed_layers_are_not_grouped(checkpointed: bool) -> N
     assert (type(model.mixture.up_proj) is not SwitchLinear) == (on_cpu and not checkpointed)
 
 
-@pytest.mark.parametrize(("base", "said"), [("auto", True), ("float32", False), ("fitting", False)])
-def test_who_did_not_ask_for_float32_is_told_how_mlx_lm_computes(base: str, said: bool) -> None:
+@pytest.mark.parametrize(("base", "said"), [("auto", True), ("float32", False), (None, False)])
+def test_who_did_not_ask_for_float32_is_told_how_mlx_lm_computes(
+    base: str | None, said: bool
+) -> None:
     notes: list[str] = []
     if prepare_base(nn.Linear(4, 4), base, notes):
         assert ("--base stored rounds as mlx-lm does" in notes[0]) == said

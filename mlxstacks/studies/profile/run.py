@@ -110,7 +110,7 @@ class _Profile(Study):
         self.switches = _switches(self.model, settings)
         # Before the base may be widened to float32, when its bits can still be read off.
         self.about_layers = [_about(self.model, switch) for switch in self.switches]
-        self.in_float32 = prepare_base(self.model, "fitting", self.notes)
+        self.in_float32 = prepare_base(self.model, None, self.notes)
         self.groups = read_groups(settings, tokenizer)
         self.whole = WholeProgress(self.progress, 1.25 * self._prompts())
         if settings.chat_template and not has_template(tokenizer):

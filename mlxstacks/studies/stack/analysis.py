@@ -180,7 +180,7 @@ def load_served(
     except InputError as error:
         raise type(error)(f"{error}; --weights-only does without it") from None
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
-    prepare_base(model, "fitting", notes)
+    prepare_base(model, None, notes)
     serve(model, store, base_fingerprint=store.manifest.base_fingerprint)
     return model, tokenizer
 
