@@ -63,14 +63,18 @@ class Schemas:
             raise InputError("answers by a JSON schema need a tokenizer with a tokenizer.json")
         self._tokenizer = LLTokenizer(backend.to_str(), eos_token=sorted(tokenizer.eos_token_ids))
         self._thought_end = getattr(tokenizer, "think_end_tokens", None) or ()
+        self._call_start = getattr(tokenizer, "tool_call_start_tokens", None) or ()
         self.compiled = functools.lru_cache(_REMEMBERED)(self._compile)
 
-    def mask(self, schema: str, inside: bool = False) -> "SchemaMask":
+    def mask(self, schema: str, inside: bool = False, calls: bool = False) -> "SchemaMask":
         """For one answer. inside: it begins in the model's thoughts, and the JSON behind them.
+        calls: it may call tools in place of the JSON, where the model has a mark for that.
 
         Raises: InputError: what is wrong with the schema, as JSON text.
         """
-        return SchemaMask(self.compiled(schema).deep_copy(), self._thought_end if inside else ())
+        ends = self._thought_end if inside else ()
+        starts = self._call_start if calls else ()
+        return SchemaMask(self.compiled(schema).deep_copy(), ends, starts)
 
     def _compile(self, schema: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -103,11 +107,17 @@ class SchemaMask:
     """A logits processor: tokens that the schema does not allow next get -inf.
 
     matcher: llguidance's. thought_end: tokens behind which the JSON begins; (): at once.
+    call_start: tokens that begin a call of a tool, which may stand in place of the JSON and is not
+        masked; a first token that JSON of the schema can begin with begins the JSON.
     error: why the answer cannot go on; then logits are left as they are.
     """
 
-    def __init__(self, matcher: Any, thought_end: Sequence[int] = ()) -> None:
+    def __init__(
+        self, matcher: Any, thought_end: Sequence[int] = (), call_start: Sequence[int] = ()
+    ) -> None:
         self._matcher, self._awaited = matcher, list(thought_end)
+        self._call_start, self._may_call = list(call_start), False
+        self._call: list[int] | None = None  # what its start still lacks
         self._seen: int | None = None
         self._thoughts: list[int] = []
         self.error = ""
@@ -122,15 +132,26 @@ class SchemaMask:
             if self._awaited:
                 self._thoughts = [*self._thoughts, token][-len(self._awaited) :]
                 self._awaited = [] if self._thoughts == self._awaited else self._awaited
+            elif self._call is not None:
+                self._call = self._call[1:]
+            elif self._may_call and token == self._call_start[0]:
+                self._call = self._call_start[1:]
             elif not self._matcher.is_stopped():
+                self._call_start = []
                 self._matcher.consume_token(token)
-        if self._awaited:
-            return logits
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self.error = self.error or self._matcher.get_error()
-        if self.error:
+        if self._awaited or self._call == []:
             return logits
         allowed = np.zeros(logits.shape[-1], np.bool_)
-        known = np.unpackbits(bits, bitorder="little")[: allowed.size]
-        allowed[: known.size] = known
+        if self._call:
+            allowed[self._call[0]] = True
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self.error = self.error or self._matcher.get_error()
+            if self.error:
+                return logits
+            known = np.unpackbits(bits, bitorder="little")[: allowed.size]
+            allowed[: known.size] = known
+            self._may_call = bool(self._call_start) and not allowed[self._call_start[0]]
+            if self._may_call:
+                allowed[self._call_start[0]] = True
         return mx.where(mx.array(allowed), logits, -mx.inf)

@@ -82,7 +82,7 @@ class MessagesSpeaker:
         if not calls_tools((body.tool_choice or {}).get("type")):
             tools = None
         form = body.output_config.format
-        schema = form.of_answer(tools) if form else None
+        schema = form.of_answer() if form else None
         turns = [{"role": "system", "content": plain_text(body.system)}] if body.system else []
         turns += [turn for message in body.messages for turn in _turns(message)]
         self.stream = bool(body.stream)

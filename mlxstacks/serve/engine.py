@@ -413,7 +413,7 @@ class Engine:
         )
         mask = None
         if sampling.schema is not None:
-            mask = self._schemas.mask(sampling.schema, inside)
+            mask = self._schemas.mask(sampling.schema, inside, bool(ask.tools))
             penalties.append(mask)
         (uid,) = self._batch.insert_segments(
             [segments], [limit], [[*entries, RowRoutes([held])]], [tokens[:cached]],

@@ -149,7 +149,7 @@ class ChatSpeaker:
         tools = (body.tools or None) if calls_tools(body.tool_choice) else None
         if strange := [t for t in tools or () if not isinstance(t.get("function"), dict)]:
             raise InputError(f"tools: {str(strange[0])[:80]} has no function")
-        schema = body.response_format.of_answer(tools) if body.response_format else None
+        schema = body.response_format.of_answer() if body.response_format else None
         self.ask = body.ask(
             settings, body.max_completion_tokens or body.max_tokens, schema,
             messages=tuple(message.turn() for message in body.messages), tools=tools,

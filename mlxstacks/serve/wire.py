@@ -38,12 +38,10 @@ class Format(Body):
     inside: dict[str, Any] | None = Field(None, alias="schema")
     json_schema: dict[str, Any] | None = None
 
-    def of_answer(self, tools: object) -> str | None:
+    def of_answer(self) -> str | None:
         """The schema as JSON text; None: any text. Raises: InputError."""
         if self.type == "text":
             return None
-        if tools:
-            raise InputError("JSON and tools: an answer that has to be JSON cannot call tools")
         schema = self.inside or (self.json_schema or {}).get("schema")
         if self.type == "json_object":
             schema = {"type": "object"}

@@ -61,6 +61,36 @@ def test_whatever_is_drawn_is_an_instance(schemas: Schemas, tokenizer: Any) -> N
     assert len(told) == 20
 
 
+@pytest.mark.parametrize("schema", [KING, {"type": "array", "items": {"type": "integer"}}])
+def test_a_call_of_a_tool_stands_in_place_of_the_json(
+    schemas: Schemas, tokenizer: Any, schema: dict[str, Any]
+) -> None:
+    start = tokenizer.encode("<call>", add_special_tokens=False)
+    assert len(start) > 1
+    compiled = schemas.compiled(json.dumps(schema))
+    free = mx.zeros((1, len(tokenizer)))
+
+    def allowed(said: list[int], mask: SchemaMask) -> set[int]:
+        """What may come after what was said, told token by token."""
+        for n in range(len(said) + 1):
+            logits = mask(mx.array([5, *said[:n]]), free)
+        return {i for i, v in enumerate(logits[0].tolist()) if v == 0}
+
+    json_alone = allowed([], SchemaMask(compiled.deep_copy()))
+    assert start[0] not in json_alone
+    assert allowed([], SchemaMask(compiled.deep_copy(), (), start)) == {*json_alone, start[0]}
+    for n in range(1, len(start)):  # begun is ended
+        assert allowed(start[:n], SchemaMask(compiled.deep_copy(), (), start)) == {start[n]}
+    everything = {*range(len(tokenizer))}
+    said = [*start, 9, *start]
+    assert allowed(said, SchemaMask(compiled.deep_copy(), (), start)) == everything
+    # In the JSON there is no call, and JSON's own beginning is no call's.
+    opening = min(json_alone)
+    alone = allowed([opening], SchemaMask(compiled.deep_copy()))
+    for begins in (start, [opening, 9]):
+        assert allowed([opening], SchemaMask(compiled.deep_copy(), (), begins)) == alone
+
+
 def test_json_begins_behind_the_thoughts(schemas: Schemas, tokenizer: Any) -> None:
     end = tokenizer.encode("</think>", add_special_tokens=False)
     mask = SchemaMask(schemas.compiled('{"type": "integer"}').deep_copy(), end)
