@@ -59,7 +59,7 @@ def share_note(n: int) -> str:
     """
     widest = wilson_interval(n // 2, n)
     width = 100 * (widest.high - widest.low)
-    return f"shares are of n = {n:,} items; 95% intervals are at most {width:.1f} points wide"
+    return f"shares are of n = {n:,} items, with 95% intervals at most {width:.1f} points wide"
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class ProportionTest:
 def two_proportion_z_test(count_a: int, n_a: int, count_b: int, n_b: int) -> ProportionTest:
     """Pooled z-test without continuity correction: are two rates the same?
 
-    The published one (spec/confound.md section 7): 128 and 123 of 692 give z = 0.349, p = 0.727.
+    The published one (The Stacking Confound): 128 and 123 of 692 give z = 0.349, p = 0.727.
     Laws: swapping the arms turns the signs and keeps p; equal rates give p = 1, also where all or
     none succeed, for then nothing differs.
 
@@ -212,7 +212,7 @@ class McNemarTest:
 def mcnemar_exact_test(gained: int, lost: int) -> McNemarTest:
     """Two-sided exact test of paired answers; pairs that agree do not count.
 
-    Published (spec/confound.md section 9): 135 and 56 give chi-square 32.7 and p about 1e-8.
+    Published (The Stacking Confound): 135 and 56 give chi-square 32.7 and p about 1e-8.
     Laws: swapping keeps p; equal counts give p = 1.
 
     Raises:

@@ -26,7 +26,7 @@ from mlxstacks.stats import (
 @pytest.mark.parametrize(
     ("count", "n", "low", "high"),
     [
-        (18, 20, 0.6990, 0.9721),  # spec/confound.md: 18/20 is 70 to 97%
+        (18, 20, 0.6990, 0.9721),  # The Stacking Confound: 18/20 is 70 to 97%
         (0, 10, 0.0, 0.2775),
         (10, 10, 0.7225, 1.0),
         (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I, method 3
@@ -115,7 +115,7 @@ def test_impossible_means_are_refused(values: list[float], confidence: float) ->
 
 
 def test_the_published_counts_give_the_published_p() -> None:
-    """spec/confound.md section 7: 128 and 123 of 692, and the subset of 200."""
+    """The Stacking Confound: 128 and 123 of 692, and the subset of 200."""
     result = two_proportion_z_test(128, 692, 123, 692)
     assert result.difference == pytest.approx(0.0072254, abs=5e-8)
     assert result.z == pytest.approx(0.349, abs=5e-4)

@@ -1,7 +1,7 @@
 """Log probabilities of continuations behind contexts, each under its own weights of domains.
 
 The sum counts **all** tokens of a continuation: the first one is predicted by the logits at the
-last token of the context. The published script left it out (spec/evaluation.md section 4), and
+last token of the context. The published script left it out (Brainstacks), and
 gave 0 to a continuation of one token, which no other can beat; `reference_sums` does that too, to
 show both side by side.
 

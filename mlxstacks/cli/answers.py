@@ -99,16 +99,21 @@ def status_line(turn: "Turn", alone: bool = False) -> str:
 
 
 def weights_in_words(answer: "Answer") -> str:
-    """`routed: islands 0.93, tolu 0.41`; without weights where all of them are 1."""
+    """`routed: islands 0.93, tolu 0.41`; without weights where all of them are 1. With those of the
+    prompt alone where the conversation keeps others.
+    """
     mode, weights = answer.route.mode, answer.weights
     if mode == "base":
         return " with ".join(filter(None, ["base", ", ".join(answer.adapters)]))
     if not weights:
         return f"{mode}: no domain, base alone"
     ones = all(weight == 1 for weight in weights.values())
-    return f"{mode}: " + ", ".join(
-        name if ones else f"{name} {weight:.2f}" for name, weight in weights.items()
+    words, alone = (
+        ", ".join(name if ones else f"{name} {weight:.2f}" for name, weight in of.items())
+        for of in (weights, answer.route.alone)
     )
+    kept = f" (kept from before; this prompt alone: {alone})" if alone and alone != words else ""
+    return f"{mode}: {words}{kept}"
 
 
 def _loads(answer: "Answer") -> str:

@@ -66,8 +66,7 @@ def _why(engine: "RoutedModel", turn: "Turn", name: str) -> str:
     above = f"above {header.threshold}"
     if name == header.chat_domain and score < header.chat_floor:
         return f"{above}, raised to its floor {header.chat_floor}"
-    kept = abs(route.weights[name] - score) > 1e-6 and not engine.hard
-    return f"{above}; the conversation's weight is kept" if kept else above
+    return f"{above}; the conversation's weight is kept" if name in route.alone else above
 
 
 def stacks_table(engine: "RoutedModel") -> output.Table:

@@ -1,4 +1,4 @@
-r"""Whether two answers in LaTeX are the same (spec/evaluation.md section 4):
+r"""Whether two answers in LaTeX are the same (Brainstacks):
 
     text        equal after `normalised`
     numeric     both are plain numbers, less than 0.001 apart, and near a small gold by 1% of it

@@ -1,4 +1,4 @@
-"""Answers taken out of generated text, each with the rule that found it (spec/evaluation.md 4).
+"""Answers taken out of generated text, each with the rule that found it (Brainstacks).
 
 Every function returns an `Extracted`: the answer as text, or None, and the name of the rule. A rule
 that fires more often in one arm than in another is a change of format, not of knowledge, so reports
@@ -164,7 +164,7 @@ _LAST_CHARACTERS = 50
 
 
 def choice_letter(text: str, letters: str) -> Extracted:
-    r"""MMLU-Pro (spec/confound.md section 5): the first rule that finds one of `letters`:
+    r"""MMLU-Pro (The Stacking Confound): the first rule that finds one of `letters`:
 
     boxed             the last `\boxed{X}` whose content is such a letter
     answer is         the last "answer is X", "answer: X"

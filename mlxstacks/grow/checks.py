@@ -1,7 +1,7 @@
 """What a new domain is held to: before it is trained, after, and once it is routed to.
 
 Each check gives the figures that it decides by, so that a reader may decide otherwise. Sources:
-spec/experiments_beyond.md, E6; where its rule is too weak, or fails on a model whose wrong answers
+Brainstacks; where its rule is too weak, or fails on a model whose wrong answers
 are sure, the docstrings say what stands in its place.
 """
 

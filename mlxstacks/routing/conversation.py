@@ -148,8 +148,9 @@ class Conversation:
         held = self._held
         if held is None or self.reroute != "set" or not (held.mode == route.mode == "routed"):
             return route
-        same = held.weights.keys() == route.weights.keys()
-        return replace(route, weights=held.weights) if same else route
+        if held.weights.keys() != route.weights.keys() or held.weights == route.weights:
+            return route
+        return replace(route, weights=held.weights, alone=route.weights)
 
     def _sampling(self, turn: int) -> Sampling:
         """Another seed each turn: equal questions need not get equal draws."""

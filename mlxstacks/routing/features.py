@@ -3,7 +3,7 @@
     feature = mid_weight * H[(L + 1) // 2] + last_weight * H[L]
 
 H[0] are the embeddings, H[i] the residuals behind decoder layer i, and H[L] what the output head is
-given, after the final norm (spec/router.md, section 2). One forward pass without logits; the
+given, after the final norm (Brainstacks). One forward pass without logits; the
 middle residuals are noted on the way.
 """
 

@@ -1,6 +1,6 @@
 """The meta-router: from a prompt's features to one independent sigmoid score per domain.
 
-Architecture of spec/router.md, section 3. Letters: B prompts, S tokens, D width of the base, h
+Architecture of Brainstacks. Letters: B prompts, S tokens, D width of the base, h
 hidden dims, n domains.
 
     x       = LayerNorm(W f + b)                                 (B, S, h)
@@ -49,7 +49,8 @@ class Route:
     """How one request is answered.
 
     scores: of every domain the router knows, empty where it was not asked. weights: of the active
-    domains, in the router's order; empty in mode ungated too, where every stack counts 1. gap: no
+    domains, in the router's order; empty in mode ungated too, where every stack counts 1. alone:
+    where a conversation keeps other weights, those that the prompt alone would get. gap: no
     domain is known to fit: the prompt is like none that the router was trained on, or, of a router
     without a gap detector, all scores are below the threshold.
     """
@@ -58,6 +59,7 @@ class Route:
     scores: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     gap: bool = False
+    alone: Mapping[str, float] = field(default_factory=dict)
 
 
 def decide(
@@ -69,7 +71,7 @@ def decide(
     hard: bool = False,
     routable: Collection[str] | None = None,
 ) -> Route:
-    """The route of one prompt (spec/router.md, sections 7 and 8).
+    """The route of one prompt (Brainstacks).
 
     hard: active domains count 1 instead of their score. routable: domains that may get a weight;
     None for all. The gap is judged on raw scores: with the floor applied it could never be.

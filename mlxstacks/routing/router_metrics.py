@@ -1,4 +1,4 @@
-"""How good a router is on held-out prompts (spec/router.md, section 6).
+"""How good a router is on held-out prompts (Brainstacks).
 
 Letters: N prompts, n domains; scores (N, n) are sigmoids, targets (N, n) lie in 0 to 1.
 """

@@ -4,7 +4,7 @@ AdamW, a cosine by epoch, the best epoch by the checkpoint score:
 
     L = BCE(logits, targets) + margin_weight * mean(relu(0.3 - |sigmoid(logits) - 0.5|))
 
-The margin pushes scores out of 0.2 to 0.8, against soft targets too (spec/router.md, section 6), so
+The margin pushes scores out of 0.2 to 0.8, against soft targets too (Brainstacks), so
 a calibration table comes with the metrics.
 """
 

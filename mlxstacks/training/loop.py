@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
@@ -72,13 +73,15 @@ class NonFiniteError(FloatingPointError):
 class TrainingState:
     """What a run needs to go on; the weights live in the model.
 
-    step: steps done. history: a record every `log_every` steps. validation: one an evaluation.
-    stopped: why training ended before its last step, or None. safeguards: `Safeguards.counts`.
+    step: steps done. history: a record every `log_every` steps. unreported: name -> its values in
+    the steps since the last of them. validation: one an evaluation. stopped: why training ended
+    before its last step, or None. safeguards: `Safeguards.counts`.
     """
 
     optimizer: optim.Optimizer
     step: int = 0
     history: list[Record] = field(default_factory=list)
+    unreported: dict[str, list[float]] = field(default_factory=dict)
     validation: list[Record] = field(default_factory=list)
     best: BestSnapshot | None = None
     stopped: str | None = None
@@ -131,8 +134,9 @@ def train(
     batches_at: the batches of step 0, 1, ...; several add up to the step of one large batch.
     gradients: (batches, seed, step) -> the step's, in place of those of `loss`.
     safeguards: steps that they refuse are skipped, and the best weights restored after several.
-    on_step: called after each step, and its evaluation, with the step's `loss`, what the loss
-        reports with it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
+    on_step: called after each step, and its evaluation, with `loss`, what the loss reports with it
+        and `grad_norm` as means since the last record, `tokens` and `seconds` as sums, and the
+        step's `learning_rate`; it may save.
     With a `group` every process calls this with the same arguments and ends with the same weights.
     The model ends with its last weights; `restore_best` puts the best ones there.
 
@@ -153,9 +157,11 @@ def train(
         )
         record["tokens"] = float(sum(batch.tokens.size for batch in batches))
         record["seconds"] = time.perf_counter() - start
+        record = _since_last_record(state, record)
         last = state.step == settings.steps
         if state.step % settings.log_every == 0 or last:
             state.history.append({"step": state.step, **record})
+            state.unreported.clear()
         if validation is not None and (state.step % validation.every == 0 or last):
             _validate(model, validation, state, on_validation)
         if on_step is not None:
@@ -205,6 +211,19 @@ def _take_step(
     return {**record, **parts, "learning_rate": rate}
 
 
+def _since_last_record(state: TrainingState, record: Record) -> Record:
+    """See `on_step` of `train`. What a skipped step has of NaN or Inf is left out of a mean."""
+    reported = dict(record)
+    for name in record.keys() - {"learning_rate", "skipped"}:
+        values = state.unreported.setdefault(name, [])
+        values.append(record[name])
+        if name in ("tokens", "seconds"):
+            reported[name] = math.fsum(values)
+        else:
+            reported[name] = fmean([v for v in values if math.isfinite(v)] or values)
+    return reported
+
+
 def _validate(
     model: nn.Module,
     validation: Validation,
@@ -242,6 +261,7 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
     arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
     metadata = {"step": str(state.step), "run_id": run_id, "history": json.dumps(state.history)}
+    metadata["unreported"] = json.dumps(state.unreported)
     metadata["validation"] = json.dumps(state.validation)
     metadata["stopped"] = json.dumps(state.stopped)
     if state.safeguards is not None:
@@ -291,6 +311,7 @@ def load_state(
     state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
     state.step = int(metadata["step"])
     state.history = json.loads(metadata["history"])
+    state.unreported = json.loads(metadata.get("unreported", "{}"))
     state.validation = json.loads(metadata["validation"])
     state.stopped = json.loads(metadata["stopped"])
     state.safeguards = json.loads(metadata.get("safeguards", "null"))

@@ -70,7 +70,7 @@ def test_parameters_are_the_published_ones(name: str, parameters: int) -> None:
     ("name", "parameters"), [("gemma-3-12b-4bit", 276_725_760), ("tinyllama-1.1b-4bit", 53_616_640)]
 )
 def test_stacks_have_the_published_size(name: str, parameters: int) -> None:
-    """spec/moe_lora.md: 276.7 M on Gemma 3 12B, 53.6 M on TinyLlama, four experts of rank 16."""
+    """Brainstacks: 276.7 M on Gemma 3 12B, 53.6 M on TinyLlama, four experts of rank 16."""
     model = lazy_model(read_config(name)[0])
     size = stack_size(find_targets(model), StackSettings(rank=16, num_experts=4))
     assert size.parameters == parameters

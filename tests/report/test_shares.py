@@ -13,7 +13,7 @@ from tests.report.cases import every_report
 # Shares of a known whole, of weights or codes; rates of guessing; and ratios of two differences.
 KNOWN = {
     "survival", "artifact", "codes changed", "at zero delta", "guessing", "chance", "effect",
-    "largest of a step", "padding", "floor share", "content share", "A0 / A1",
+    "largest of a step", "padding", "floor share", "gain share", "A0 / A1",
     "energy", "shortest to longest",
 }  # fmt: skip
 

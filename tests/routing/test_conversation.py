@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.cli.answers import weights_in_words
 from mlxstacks.data.examples import as_messages
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.routing.conversation import Conversation
@@ -79,6 +80,9 @@ def test_weights_of_the_same_set(
     answer = conversation.turns[-1].answer
     assert dict(answer.weights) == weights[0 if kept else 1]
     assert (answer.cached_tokens > 0) == kept
+    assert dict(answer.route.alone) == ({"islands": 0.6} if kept else {})
+    told = "routed: islands 0.90 (kept from before; this prompt alone: islands 0.60)"
+    assert weights_in_words(answer) == (told if kept else "routed: islands 0.60")
 
 
 def test_another_set_reads_everything_again(

@@ -48,6 +48,18 @@ def test_overfitting_lowers_the_loss() -> None:
     assert len(losses) == 60
 
 
+def test_a_record_is_of_all_steps_since_the_last_one() -> None:
+    each = SETTINGS.model_copy(update={"log_every": 1})
+    steps = train(TinyModel(), LOSS, batches_at, each).history
+    records = train(TinyModel(), LOSS, batches_at, SETTINGS).history
+    assert [record["step"] for record in records] == [4, 8, 12]
+    for i, record in enumerate(records):
+        part = steps[4 * i : 4 * i + 4]
+        assert record["loss"] == pytest.approx(np.mean([step["loss"] for step in part]))
+        assert record["tokens"] == sum(step["tokens"] for step in part)
+        assert record["learning_rate"] == part[-1]["learning_rate"]
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     def validation() -> Validation:
         return Validation(lambda m: m.out.bias.sum().item(), 3, SnapshotSettings())

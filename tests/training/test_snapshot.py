@@ -1,4 +1,4 @@
-"""Best weights and early stops, on scripted losses (spec/training.md section 1).
+"""Best weights and early stops, on scripted losses (Brainstacks).
 
 Run: pytest tests/training/test_snapshot.py
 """

@@ -2,7 +2,7 @@
 
 A likelihood item is right when one candidate alone has the highest score and it is the gold one,
 under each normalisation; what a generated answer is worth, the task's own rule says
-(spec/evaluation.md section 4). How that answer was found and what decided are kept: a model that
+(Brainstacks). How that answer was found and what decided are kept: a model that
 never boxes shows in `rule`, a machine without math-verify in `how`. Arms are compared item by item,
 on the items that both were graded on. Figures are plain JSON, as `data` of the result holds them.
 """

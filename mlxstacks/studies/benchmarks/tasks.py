@@ -1,11 +1,11 @@
-"""The benchmarks, as a table (spec/evaluation.md sections 2, 3 and 5), and a row of one as an item.
+"""The benchmarks, as a table (Brainstacks), and a row of one as an item.
 
 Imports neither mlx nor numpy. Which rows there are is in items.py, what an answer is worth in
 analysis.py.
 
 A reader takes one row, in the form of the hub or of the local files, and gives a `RawItem`, or
 raises ValueError saying what is wrong with it; which form a row has is told by its keys.
-`bench_item` puts it into words (spec/evaluation.md 3): likelihood prompts are contexts as they
+`bench_item` puts it into words (Brainstacks): likelihood prompts are contexts as they
 stand, generation prompts a user's message; candidates begin with one blank. `reference` gives what
 the published script had: HellaSwag's endings without a blank, TruthfulQA's right answer first,
 GSM8K under instruction and response headings (as it is asked wherever there is no chat template

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
+from mlx.utils import tree_flatten
+
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, CellRecord, Searches
-from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings
+from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings, at_rate
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, counted
 
 _COUNTS = ("parameters", "steps", "seconds")
@@ -12,6 +14,19 @@ _COUNTS = ("parameters", "steps", "seconds")
 
 def _name(budget: str) -> str:
     return "trained parameters" if budget == "parameters" else budget
+
+
+def arm_table(settings: CompareSettings, searches: Searches) -> Table:
+    """Settings down, arms across: what differs between them."""
+    arms = [at_rate(a, searches[a.name]["rate"]) if searches else a for a in settings.arms]
+    values = [dict(tree_flatten(settings.settings_of(arm).model_dump())) for arm in arms]
+    names = dict.fromkeys(name for of_arm in values for name in of_arm)
+    told = {name: [str(of_arm.get(name, "")) for of_arm in values] for name in names}
+    return Table.of(
+        "arm-settings", "What the arms differ in",
+        {"setting": "text", **dict.fromkeys((arm.name for arm in arms), "text")},
+        [(name, *of_arms) for name, of_arms in told.items() if len({*of_arms}) > 1],
+    )  # fmt: skip
 
 
 def budget_table(settings: CompareSettings, budgets: Budgets) -> Table:
@@ -47,7 +62,8 @@ def blocks(
     for place, result in enumerate(results[1:], 1):
         tables += _arm_tables(settings, results[0], result, place)
     return (
-        *plots, budget_table(settings, budgets), *_search_table(settings, searches or {}),
+        *plots, arm_table(settings, searches or {}), budget_table(settings, budgets),
+        *_search_table(settings, searches or {}),
         *_tables_of_all(settings, results), *tables,
     )  # fmt: skip
 

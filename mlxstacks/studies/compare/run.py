@@ -38,7 +38,7 @@ from mlxstacks.studies.compare.analysis import (
     measures,
     verdict,
 )
-from mlxstacks.studies.compare.report import blocks, budget_table
+from mlxstacks.studies.compare.report import arm_table, blocks, budget_table
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings, at_rate
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.study.child_process import Message, as_child, run_cell
@@ -119,7 +119,9 @@ class _Comparison(Study):
             settings=settings.model_dump(mode="json", exclude=PLACES),
             plan=self._plan({name: plan.data for name, plan in planned.items()}),
             data={"budgets": self.budgets},
-            blocks=(self._plan_table(), budget_table(settings, self.budgets)),
+            blocks=(
+                self._plan_table(), arm_table(settings, {}), budget_table(settings, self.budgets)
+            ),
         )  # fmt: skip
 
     def _plan_table(self) -> Table:

@@ -254,7 +254,7 @@ def published_rule(claim: Comparison) -> PublishedRule:
 def judged_together(nulls: Mapping[str, Sequence[Null]]) -> dict[str, tuple[Null, ...]]:
     """Each null with its p adjusted for all ways, as one family.
 
-    A way shows content only where all of its nulls are rejected, so its p is the largest of theirs
+    A way shows knowledge only where all of its nulls are rejected, so its p is the largest of them
     (an intersection-union test, which needs no correction within the way), 1 where one is not
     beaten at all; Holm's rule over the ways corrects it. Each null has what Holm's rule gives where
     it stands for its way. Law: all nulls of a way are below alpha where its p by Holm is, and not
@@ -330,27 +330,27 @@ def flips(before: Sequence[Answer], after: Sequence[Answer]) -> Flips:
 class Decomposition:
     """Where the score of A1 comes from, as differences of rates; they add up to `total`.
 
-    floor: A0 less the persona, re-measured. content: A1 less A0. Shares are None where total is
-    not positive. published_floor_share: the floor as the study counts it, A0 / A1, with the persona
-    taken to be 0 "by construction".
+    floor: A0 less the persona, re-measured. gain: A1 less A0, which the paper calls content. Shares
+    are None where total is not positive. published_floor_share: the floor as the study counts it,
+    A0 / A1, with the persona taken to be 0 "by construction".
     """
 
     way: str
     floor: float
-    content: float
+    gain: float
     total: float
     floor_share: float | None
-    content_share: float | None
+    gain_share: float | None
     published_floor_share: float | None
 
 
 def decompose(way: str, persona: ArmResult, a0: ArmResult, a1: ArmResult) -> Decomposition:
-    floor, content = a0.accuracy - persona.accuracy, a1.accuracy - a0.accuracy
+    floor, gain = a0.accuracy - persona.accuracy, a1.accuracy - a0.accuracy
     total = a1.accuracy - persona.accuracy
     return Decomposition(
-        way, floor, content, total,
+        way, floor, gain, total,
         floor / total if total > 0 else None,
-        content / total if total > 0 else None,
+        gain / total if total > 0 else None,
         a0.accuracy / a1.accuracy if a1.correct else None,
     )  # fmt: skip
 

@@ -90,17 +90,17 @@ HYPOTHESIS = (
     "its zero-delta control (A0), which went through the same fuse."
 )
 RULES = (
-    "Content is A1 - A0, never A1 less the unfused persona. A policy shows it when A1 - A0 is at "
-    "least least_gain, also among the items that both answered in the form that was asked for, and "
-    "A1 answers more items than each of: A0; the same items in form; a random delta, scaled until "
-    "it moves as many answers of items to train on as A1 moves of the test's; an adapter trained "
-    "alike on shuffled answers; the unfused persona's second choices where A1 moves its answer, "
-    "its first ones elsewhere; and guessing (or what A1's choice of places alone would score, if "
-    "that is more). McNemar's exact test on the same items, the binomial test for guessing; the "
-    "largest p of a policy, adjusted over all policies by Holm's rule, is below alpha. A subset, "
-    "another plan or a missing control cannot satisfy the criterion, nor can a random delta that "
-    "moves significantly fewer answers than A1, by more than a tenth. Where a second form of the "
-    "prompt is planned, all of this holds in that form too, in the same family."
+    "The gain is A1 - A0, never A1 less the unfused persona. A policy shows knowledge when it is "
+    "at least least_gain, also among the items that both answered in the form that was asked for, "
+    "and A1 answers more items than each of: A0; the same items in form; a random delta, scaled "
+    "until it moves as many answers of items to train on as A1 moves of the test's; an adapter "
+    "trained alike on shuffled answers; the unfused persona's second choices where A1 moves its "
+    "answer, its first ones elsewhere; and guessing (or what A1's choice of places alone would "
+    "score, if that is more). McNemar's exact test on the same items, the binomial test for "
+    "guessing; the largest p of a policy, adjusted over all policies by Holm's rule, is below "
+    "alpha. A subset, another plan or a missing control cannot satisfy the criterion, nor can a "
+    "random delta that moves significantly fewer answers than A1, by more than a tenth. Where a "
+    "second form of the prompt is planned, all of this holds in that form too, in the same family."
 )
 TEST = (
     "McNemar's exact test, two-sided, of A1 against each control, all together; the published "

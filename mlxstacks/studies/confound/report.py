@@ -65,7 +65,7 @@ def blocks(
     moves = moves or {"fuses": {}, "growth": None}
     growth = [growth_in_words(moves, findings.criterion.alpha)] if moves["growth"] else []
     return (
-        _arm_plot(findings), _content_plot(findings), _arm_table(findings, fuses, settings),
+        _arm_plot(findings), _gain_plot(findings), _arm_table(findings, fuses, settings),
         *_identity_table(identity or {}), *_claim_tables(findings), _null_table(findings),
         _rule_table(findings), _moved_table(findings, matching), *mechanism_blocks(moves),
         _words(findings, fuses, mined, growth),
@@ -115,14 +115,14 @@ def _arm_plot(findings: Findings) -> Plot:
     )  # fmt: skip
 
 
-def _content_plot(findings: Findings) -> Plot:
+def _gain_plot(findings: Findings) -> Plot:
     """A1 - A0 by policy."""
     claims = findings.claims
     least_gain = 100 * findings.criterion.least_gain
-    title = "Content by policy: A1 - A0"
+    title = "Gain by policy: A1 - A0"
     points = ", ".join(f"{way} {100 * claim.difference:+.3g}" for way, claim in claims.items())
     return Plot(
-        id="content", title=title, kind="intervals", categories=tuple(claims),
+        id="gain", title=title, kind="intervals", categories=tuple(claims),
         series=(Series.of_intervals("A1 - A0", map(_gain, claims.values()), scale=100),),
         x_label="percentage points, 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
@@ -210,33 +210,33 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
             headline(findings, judgement),
         ))  # fmt: skip
     yield Table.of(
-        "claims", "Content: A1 - A0", columns, rows,
-        caption="Content is the paper's name for A1 - A0; whether it is knowledge, the table below "
-        "decides. 95%: Newcombe's interval of paired rates, whose upper end tells no content from "
-        "undecided. Over subjects: by errors clustered over them, too small where they are few. z: "
-        "test of two proportions, the published one; McNemar: exact, on pairs of "
-        "answers. Largest p (Holm): of all that A1 has to beat, below; the verdict's p (Holm) is "
-        "that against A0.",
+        "claims", "Gain: A1 - A0", columns, rows,
+        caption="A1 - A0 is what the paper calls content; whether it is knowledge, the next table "
+        "decides. 95%: Newcombe's interval of paired rates; where its upper end is below the least "
+        "gain, too few items are not the reason. Over subjects: by errors clustered over them, too "
+        "small where they are few. z: test of two proportions, the published one; McNemar: exact, "
+        "on pairs of answers. Largest p (Holm): of all that A1 has to beat, below; the verdict's "
+        "p (Holm) is that against A0.",
     )  # fmt: skip
     columns = {
-        "policy": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
-        **dict.fromkeys(("floor share", "content share", "A0 / A1"), ("share", 0)),
+        "policy": "text", **dict.fromkeys(("floor", "gain", "total"), ("points", 2)),
+        **dict.fromkeys(("floor share", "gain share", "A0 / A1"), ("share", 0)),
     }  # fmt: skip
     yield Table.of(
         "parts", "Where the score of A1 comes from, in points", columns,
         [
-            (way, p.floor, p.content, p.total, p.floor_share, p.content_share,
+            (way, p.floor, p.gain, p.total, p.floor_share, p.gain_share,
              p.published_floor_share)
             for way, p in findings.decomposition.items()
         ],
         folded=True,
-        caption="Floor: A0 - persona, what the fuse does by itself. Content: A1 - A0. Total: their "
+        caption="Floor: A0 - persona, what the fuse does by itself. Gain: A1 - A0. Total: their "
         "sum. Shares where the total is positive; 95% intervals of the differences are above.",
     )  # fmt: skip
 
 
 def _null_table(findings: Findings) -> Table:
-    """What A1 has to beat for content, by policy; all of it."""
+    """What A1 has to beat for knowledge, by policy; all of it."""
     columns: Columns = {
         "policy: A1 against": "text", "A1": "share", "against": "share",
         "gain, points (95%)": ("points", 2), "items": "count", "p": "p", "p (Holm)": "p",
@@ -258,9 +258,9 @@ def _null_table(findings: Findings) -> Table:
         caption="McNemar's exact test on pairs of answers, with Newcombe's interval; guessing by "
         "the binomial test, with Wilson's, against the rate of any option, or of A1's own choice "
         "of places if that is more. p: two-sided, 1 where A1 does no better. Form: A0 among "
-        "the items that both answer in form, where some are not. A policy shows content where all "
-        "of its rows have p (Holm), adjusted for all policies, below alpha. Without p: not tested, "
-        f"the random delta moves too few answers to be a control. All {share_note(n)}.",
+        "the items that both answer in form, where some are not. A policy shows knowledge where "
+        "all of its rows have p (Holm), adjusted for all policies, below alpha. Without p: not "
+        f"tested, the random delta moves too few answers to be a control. All {share_note(n)}.",
     )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def _rule_table(findings: Findings) -> Table:
     p_value = _largest_p(findings, first.way)
     columns: Columns = {
         "rule": "text", "items": "count", "A1": "count", "A0": "count",
-        "least passing count": "text", "p": "p", "content": "text",
+        "least passing count": "text", "p": "p", "knowledge": "text",
     }  # fmt: skip
     counts = published.count, published.control_count
     least = str(published.least_count) if published.least_count <= published.n else "none passes"
@@ -337,7 +337,7 @@ def _words(
     ]
     lines += [f"Floor, {way}: {words}" for way, words in findings.floors.items()]
     lines += growth
-    # How many packed codes the fuses of a policy leave different: spec/confound.md section 4.
+    # How many packed codes the fuses of a policy leave different: The Stacking Confound.
     for way, figures in fuses.items():
         if codes := figures.get("codes_that_differ"):
             a1, a0 = (

@@ -41,7 +41,7 @@ from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 
 Outcome = Literal[
-    "content", "no content", "undecided", "unmatched", "format", "perturbation", "shuffled",
+    "knowledge", "no gain", "undecided", "unmatched", "format", "perturbation", "shuffled",
     "second choice", "guessing", "wording", "exploratory", "refused",
 ]  # fmt: skip
 
@@ -211,12 +211,12 @@ def find(
 def missing_controls(
     ways: Sequence[str], arms: Mapping[str, object], right: Mapping[str, object]
 ) -> list[str]:
-    """The controls of spec/confound.md section 8 without which no gain may be claimed."""
+    """Controls without which no gain may be claimed (The Stacking Confound)."""
     controls = {
         PERSONA: "the unfused persona, re-measured with the same harness",
         AGAIN: "a rerun of the unfused persona, for run-to-run flips",
         SECOND: "the second choices of the unfused persona",
-        arm("a1", "unfused"): "A1 unfused: content without rounding",
+        arm("a1", "unfused"): "A1 unfused: the gain without rounding",
         arm("a0", "unfused"): "A0 unfused",
         arm("a1", "promote"): "A1 promoted",
     }
@@ -233,7 +233,7 @@ def missing_controls(
 
 
 def judge(findings: Findings, way: str) -> Judgement:
-    """The first thing that stands against a gain decides; nothing does: content."""
+    """The first thing that stands against a gain decides; nothing does: knowledge."""
     claim, criterion = findings.claims[way], findings.criterion
     zero, *others = findings.nulls[way]
     if not beaten(zero, criterion):
@@ -249,7 +249,7 @@ def judge(findings: Findings, way: str) -> Judgement:
         if reach >= criterion.least_gain:
             words = f"{short}; {claim.n} items leave room for {100 * reach:.1f} points.{more}"
             return Judgement(way, "undecided", words)
-        return Judgement(way, "no content", f"{short}, with 95% confidence.{more}")
+        return Judgement(way, "no gain", f"{short}, with 95% confidence.{more}")
     gain = f"That is {criterion.in_words()}"
     if findings.missing_controls:
         missing = "; ".join(findings.missing_controls)
@@ -297,19 +297,19 @@ def judge(findings: Findings, way: str) -> Judgement:
             f" By errors clustered over {clustered.clusters} subjects it may be chance (p = "
             f"{clustered.p_value:.2g}): it comes from few of them."
         )
-    return Judgement(way, "content", words)
+    return Judgement(way, "knowledge", words)
 
 
-# What a null that is not rejected says: the outcome, who does as well, and what follows.
+# What a null that is not rejected says: the outcome, what comes near, and what follows.
 _EXPLANATIONS: dict[str, tuple[Outcome, tuple[str, str]]] = {
-    FORM: ("format", ("", "a change of form, not content.")),
+    FORM: ("format", ("", "a change of form, not knowledge.")),
     MOVED: ("perturbation", (
         "a random delta that moves as many answers scores",
-        "whatever moves so many may gain as much, so this may not be content.",
+        "whatever moves so many may gain as much, so this may not be knowledge.",
     )),
     SHUFFLED: ("shuffled", (
         "an adapter trained alike on shuffled answers scores",
-        "training itself moves answers so, whatever it teaches, so this may not be content.",
+        "training itself moves answers so, whatever it teaches, so this may not be knowledge.",
     )),
     SECONDS: ("second choice", (
         "the unfused persona's second choices in place of what A1 moves score",
@@ -341,15 +341,15 @@ def percent(count: int, n: int) -> str:
 # --- in words ------------------------------------------------------------------------------------
 
 OUTCOMES: dict[Outcome, str] = {
-    "content": "knowledge, no control does as well",
-    "no content": "no knowledge shown, too small a gain over zeros",
+    "knowledge": "knowledge, clearly above every control",
+    "no gain": "no knowledge shown, too small a gain over zeros",
     "undecided": "undecided, too few items to say",
     "unmatched": "undecided, the random delta moves too few answers to be a control",
     "format": "no knowledge shown, a change of form",
-    "perturbation": "no knowledge shown, a random delta does as well",
-    "shuffled": "no knowledge shown, shuffled answers do as well",
-    "second choice": "no knowledge shown, second choices do as well",
-    "guessing": "no knowledge shown, guessing does as well",
+    "perturbation": "no knowledge shown, not clearly above a random delta",
+    "shuffled": "no knowledge shown, not clearly above shuffled answers",
+    "second choice": "no knowledge shown, not clearly above second choices",
+    "guessing": "no knowledge shown, not clearly above guessing",
     "wording": "no knowledge shown, the gain hangs on one wording",
     "exploratory": "no claim, this is not what was planned",
     "refused": "no claim, controls are missing",
@@ -368,15 +368,15 @@ def verdict(findings: Findings) -> str:
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
     low, high = claim.interval.low, claim.interval.high
-    content = (
-        f"Content, A1 - A0: {100 * claim.difference:+.2f} points (95%: {100 * low:+.1f} to "
+    gain = (
+        f"Gain, A1 - A0: {100 * claim.difference:+.2f} points (95%: {100 * low:+.1f} to "
         f"{100 * high:+.1f}; McNemar p = {claim.mcnemar.p_value:.2g}, p (Holm) over all policies = "
         f"{findings.nulls[first.way][0].p_adjusted:.2g}; z-test p = {claim.p_value:.2g}). "
         f"{first.words}"
     )
     words = ["EXPLORATORY."] if standing.reasons else []
     words += [
-        answer, content, *_of_second_form(findings), *_of_other_ways(findings), *_loss(findings)
+        answer, gain, *_of_second_form(findings), *_of_other_ways(findings), *_loss(findings)
     ]  # fmt: skip
     words.append(published_in_words(findings.published_rule))
     if findings.missing_controls and first.outcome != "refused":
@@ -392,16 +392,16 @@ def headline(findings: Findings, judgement: Judgement) -> str:
     claim, moved = findings.claims[way], findings.moved[arm("a1", way)]
     if findings.standing.reasons and judgement.outcome != "refused":
         return OUTCOMES["exploratory"]
-    if judgement.outcome in ("no content", "undecided"):
+    if judgement.outcome in ("no gain", "undecided"):
         form, parts = findings.forms[way], findings.decomposition.get(way)
         if not form.in_form and not form.control_in_form:
             return "no claim, neither arm gives one answer in the form that was asked for"
         if claim.difference < 0 and claim.mcnemar.p_value < findings.criterion.alpha:
             return "harm, no knowledge"
-        if judgement.outcome == "no content" and moved.n and not moved.changed:
+        if judgement.outcome == "no gain" and moved.n and not moved.changed:
             return "no knowledge shown, not one answer changes"
         floor_share = (parts and parts.floor_share) or 0
-        if judgement.outcome == "no content" and way != "unfused" and floor_share >= 0.5:
+        if judgement.outcome == "no gain" and way != "unfused" and floor_share >= 0.5:
             return "only jitter, no knowledge shown"
     return OUTCOMES[judgement.outcome]
 
@@ -424,21 +424,21 @@ def _of_second_form(findings: Findings) -> list[str]:
 
 
 def _of_other_ways(findings: Findings) -> list[str]:
-    """Where the deciding way shows no content: whether unfused, or by another policy, there is."""
+    """Where the deciding way shows no knowledge: whether unfused, or another policy, does."""
     first, *others = findings.judgements
-    if first.outcome == "content":
+    if first.outcome == "knowledge":
         return []
     outcomes = {judgement.way: judgement.outcome for judgement in others}
     words = []
-    if "unfused" in outcomes and first.outcome in ("no content", "undecided"):
+    if "unfused" in outcomes and first.outcome in ("no gain", "undecided"):
         points = f"{100 * findings.claims['unfused'].difference:+.2f} points"
-        if outcomes["unfused"] == "content":
+        if outcomes["unfused"] == "knowledge":
             words.append(f"Unfused the adapter does add knowledge ({points}): the fuse loses it.")
-        elif outcomes["unfused"] == "no content":
-            words.append(f"Unfused, without any rounding, it is no content either ({points}).")
+        elif outcomes["unfused"] == "no gain":
+            words.append(f"Unfused, without any rounding, it is no gain either ({points}).")
         else:
             words.append(f"Unfused, without any rounding, the gain is {points}.")
-    fused = [way for way, o in outcomes.items() if o == "content" and way != "unfused"]
+    fused = [way for way, o in outcomes.items() if o == "knowledge" and way != "unfused"]
     if fused:
         words.append(f"Fused by {', '.join(fused)} it adds knowledge.")
     return words

@@ -396,7 +396,7 @@ def regress(answers: Answers, name: str, reference: str) -> Figures:
     """An arm beside its reference on the items. fixed: wrong, then right; broken: the reverse.
 
     p_value: McNemar's exact. chi_square: without correction, as the study has it: 135 fixed and 56
-    broken of 6,000 were published (spec/confound.md section 9). in_form, reference_in_form:
+    broken of 6,000 were published (The Stacking Confound). in_form, reference_in_form:
     answers in a box, or likelihoods without tie; more letters found are more right answers without
     any knowledge.
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.settings import Settings
 
-# Announced with the published profile (spec/metal_limits_and_routing.md B1): a mean Jaccard below
+# Announced with the published profile (MoE Routing Layers Converge): a mean Jaccard below
 # the first means different layers, above the second shared ones.
 DIFFERENT_BELOW, SHARED_ABOVE = 0.3, 0.6
 # Halves of one group have to agree better than those of two groups by more than this, ours.

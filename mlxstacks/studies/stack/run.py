@@ -313,6 +313,7 @@ class _StackRun:
         self.domains[plan.name] |= details
         if self.is_main:
             work.set_details({**work.details, plan.name: details})
+            self._say(1, f"{plan.name}: overlap with earlier domains, and into the store")
             commit_domain(
                 self.setup, self.target, work, plan, result, bases, details["stage_seconds"],
                 retrained,

@@ -9,7 +9,7 @@ r"""What an answer is worth, from 0 to 1, by a rule that has no chance in it.
     pattern=R  1 where the whole answer matches the regular expression R (RE2)
     f.py:name  `name(answer, row)` of a file of one's own
 
-Numbers of `code` and `math`: spec/experiments_beyond.md E3. A rubric counts words; it says nothing
+Numbers of `code` and `math`: Brainstacks. A rubric counts words; it says nothing
 about whether advice is sound.
 """
 

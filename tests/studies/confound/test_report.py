@@ -50,7 +50,7 @@ def small() -> Findings:
 
 def test_every_block_is_there_in_reading_order() -> None:
     assert [*shown(small())] == [
-        "arms", "content", "arms-table", "claims", "parts", "nulls", "rules", "moved", "In words",
+        "arms", "gain", "arms-table", "claims", "parts", "nulls", "rules", "moved", "In words",
         "right", "forms", "mined", "subjects", "positions",
     ]  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
         "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)",
         "over subjects, points (95%)": "+50.00 (+10.00 to +90.00)", "p (z)": "0.02",
         "p (McNemar)": "0.06", "largest p (Holm)": "below 0.0001",
-        "outcome": "knowledge, no control does as well",
+        "outcome": "knowledge, clearly above every control",
     }  # fmt: skip
     against_random = row(tables["nulls"], "refit: random delta, as many moved")
     assert (against_random["A1"], against_random["against"]) == ("50.0%", "3.3%")
@@ -78,7 +78,7 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     assert (guessing["gain, points (95%)"], guessing["p"]) == ("-10.00 (-10.00 to -3.98)", "1")
     assert row(tables["rules"], "published: 5 points, p < 0.05 (z), one policy") == {
         "rule": "published: 5 points, p < 0.05 (z), one policy", "items": "60", "A1": "30",
-        "A0": "0", "least passing count": "4", "p": "below 0.0001", "content": "yes",
+        "A0": "0", "least passing count": "4", "p": "below 0.0001", "knowledge": "yes",
     }  # fmt: skip
     moved = row(tables["moved"], "refit")
     assert (moved["a1"], moved["a0"], moved["moved"]) == ("30", "0", "60")
@@ -89,7 +89,7 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     assert (arm["right"], arm["correlation"], arm["artifact"]) == ("30 of 60", "0.910", "1.23%")
     assert row(tables["arms-table"], "a0 refit")["correlation"] == "no delta"
     assert row(tables["arms-table"], "persona")["artifact"] == "not fused"
-    assert row(tables["parts"], "refit")["content"] == "+50.00"
+    assert row(tables["parts"], "refit")["gain"] == "+50.00"
 
 
 def test_right_answers_in_both_forms_stand_side_by_side() -> None:
@@ -104,7 +104,7 @@ def test_right_answers_in_both_forms_stand_side_by_side() -> None:
 
 
 def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
-    """spec/confound.md section 4: codes that differ between the fuses."""
+    """The Stacking Confound: codes that differ between the fuses."""
     lines = shown(small())["In words"].paragraphs
     assert lines[0].startswith("Mined 200 items: both wrong 200. Set G: 1 to train, 2 to test.")
     assert any(line.startswith("refit: A1 - A0 is +50.00 points. That is ") for line in lines)
@@ -118,7 +118,7 @@ def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
 
 
 def test_positions_and_guessing_stand_next_to_the_arms() -> None:
-    """spec/confound.md control 11: guess bias."""
+    """The Stacking Confound: guess bias."""
     blocks = shown(small())
     picked: Table = blocks["positions"]
     assert [c.name for c in picked.columns] == ["arm", *"ABCDEFGHIJ", "by place"]

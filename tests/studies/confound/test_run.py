@@ -95,7 +95,7 @@ def test_what_is_typed_prints_a_verdict_and_is_done_once(
     done: Done, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in (
-        "Mined 36 items: both wrong", "Arms", "Content: A1 - A0",
+        "Mined 36 items: both wrong", "Arms", "Gain: A1 - A0",
         "What A1 has to beat",
         "Fused by promote, A1 differs from A0: ",
         "Persona unfused, first to second run: 0 of", f"Verdict: {done.result.verdict}",
@@ -103,7 +103,7 @@ def test_what_is_typed_prints_a_verdict_and_is_done_once(
         assert words in done.text
     if importlib.util.find_spec("matplotlib"):
         drawn = {path.name for path in done.target.iterdir()}
-        assert {"arms.svg", "content.svg"} <= drawn
+        assert {"arms.svg", "gain.svg"} <= drawn
     assert cli.run(["run", str(done.recipe), "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert (report["already_done"], report["outcome"]) == (True, done.result.outcome)

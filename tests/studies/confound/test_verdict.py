@@ -51,7 +51,7 @@ def null(name: str, count: int, control: int, n: int = 692) -> Null:
 
 
 def test_the_published_counts_give_the_published_p() -> None:
-    """spec/confound.md sections 6 and 7: 128 and 123 of 692."""
+    """The Stacking Confound: 128 and 123 of 692."""
     found = one(128, 123)
     assert found.difference == pytest.approx(0.0072254, abs=1e-7)
     assert found.z == pytest.approx(0.349, abs=5e-4)
@@ -63,20 +63,20 @@ def test_the_published_run_is_a_null_in_words() -> None:
     found = case(
         a1_refit=128, a0_refit=123, moved_refit=125, a1_promote=20, a1_unfused=20, right=692
     )
-    assert found.judgements[0].outcome == "no content"
+    assert found.judgements[0].outcome == "no gain"
     assert verdict(found).startswith(
         "Only jitter, no knowledge shown: fused by refit, the adapter (A1) answers "
         "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
-        "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
+        "17.77% (123 of 692). Gain, A1 - A0: +0.72 points (95%: "
     )
     assert "McNemar p = 0.062, p (Holm) over all policies = 0.19; z-test" in verdict(found)
     assert "less than 5 points, with 95% confidence." in verdict(found)
     parts = found.decomposition["refit"]
     assert round(100 * parts.floor, 1) == 17.8
-    assert round(100 * parts.content, 1) == 0.7
+    assert round(100 * parts.gain, 1) == 0.7
     assert round(100 * parts.total, 1) == 18.5
     assert parts.floor_share == pytest.approx(0.96, abs=5e-3)
-    assert parts.content_share == pytest.approx(0.04, abs=5e-3)
+    assert parts.gain_share == pytest.approx(0.04, abs=5e-3)
     assert parts.published_floor_share == pytest.approx(123 / 128)
 
 
@@ -176,8 +176,8 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
 @pytest.mark.parametrize(
     ("changes", "outcome", "words"),
     [
-        (GAIN, "content", (
-            "Knowledge, no control does as well: fused by refit, the adapter (A1) answers 43.35%",
+        (GAIN, "knowledge", (
+            "Knowledge, clearly above every control: fused by refit, the adapter (A1) answers 43",
             "As planned beforehand.",
         )),
         (GAIN | {"right": 0}, "refused", (
@@ -188,37 +188,37 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
         (GAIN | {"moved_refit": 297}, "perturbation", (
-            "No knowledge shown, a random delta does as well",
+            "No knowledge shown, not clearly above a random delta",
             "a random delta that moves as many answers scores 42.92%, too near",
         )),
         (GAIN | {"shuffled_refit": 297}, "shuffled", (
-            "No knowledge shown, shuffled answers do as well: fused by refit",
+            "No knowledge shown, not clearly above shuffled answers: fused by refit",
             "an adapter trained alike on shuffled answers scores 42.92%, too near",
         )),
         (GAIN | {"persona_second": 297}, "second choice", (
-            "No knowledge shown, second choices do as well: fused by refit",
+            "No knowledge shown, not clearly above second choices: fused by refit",
             "second choices in place of what A1 moves score 42.92%, too near",
         )),
         # Items that were chosen for being wrong: any change leads back to 1 in 4.
         ({"n": 300, "options": 4, "a1_refit": 75, "a0_refit": 5, "moved_refit": 8}, "guessing", (
-            "No knowledge shown, guessing does as well",
+            "No knowledge shown, not clearly above guessing",
         )),
-        ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "moved_refit": 8}, "content", (
-            "Knowledge, no control does as well",
+        ({"n": 300, "options": 4, "a1_refit": 150, "a0_refit": 5, "moved_refit": 8}, "knowledge", (
+            "Knowledge, clearly above every control",
         )),
-        ({"a1_refit": 128, "a0_refit": 123, "without": ["persona_again"]}, "no content", (
+        ({"a1_refit": 128, "a0_refit": 123, "without": ["persona_again"]}, "no gain", (
             "Only jitter, no knowledge shown",
             "Controls that are missing: a rerun of the unfused persona",
         )),
-        ({"a1_refit": 125, "a0_refit": 123, "a1_unfused": 300, "a1_promote": 300}, "no content", (
+        ({"a1_refit": 125, "a0_refit": 123, "a1_unfused": 300, "a1_promote": 300}, "no gain", (
             "Only jitter", "Fused by promote it adds knowledge.",
             "Unfused the adapter does add knowledge (+43.35 points): the fuse loses it.",
         )),
         # A gain that came without the fuse is no jitter.
-        ({"a1_refit": 12, "a0_refit": 1}, "no content", (
+        ({"a1_refit": 12, "a0_refit": 1}, "no gain", (
             "No knowledge shown, too small a gain over zeros: ",
         )),
-        ({"a1_refit": 20, "a0_refit": 123}, "no content", (
+        ({"a1_refit": 20, "a0_refit": 123}, "no gain", (
             "Harm, no knowledge: ", "McNemar's test alone sees fewer right answers",
         )),
         # 13 items that never change say little: up to 22.8 points are left.
@@ -226,10 +226,10 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
             "Undecided, too few items to say: ",
             "less than 5 points; 13 items leave room for 22.8 points",
         )),
-        ({"a1_refit": 0, "a0_refit": 0}, "no content", (
+        ({"a1_refit": 0, "a0_refit": 0}, "no gain", (
             "No knowledge shown, not one answer changes: ",
         )),
-        ({"a1_refit": 20, "a0_refit": 19, "standing": SUBSET}, "no content", (
+        ({"a1_refit": 20, "a0_refit": 19, "standing": SUBSET}, "no gain", (
             "EXPLORATORY. No claim, this is not what was planned: ", "a subset, 200 of 692 items",
         )),
     ],
@@ -249,7 +249,7 @@ def test_a_gain_that_hangs_on_one_wording_is_no_content() -> None:
     """
     gain = {"a1_refit": 300, "a0_refit": 30, "moved_refit": 33}
     both = case(**GAIN, second_form=gain)
-    assert both.outcome == "content"
+    assert both.outcome == "knowledge"
     assert (
         "In the second form of the prompt A1 answers 43.35% (300 of 692) and A0 4.34% (30 of 692); "
         "A1 beats every control there too."
@@ -294,7 +294,7 @@ def test_a_random_delta_that_moves_too_few_answers_is_no_control() -> None:
     assert verdict(still).startswith("Undecided, the random delta moves too few answers")
     assert f"but the random delta moves {moves}" in verdict(still)
     saturated = judged(moves_none, saturated=["refit"])
-    assert saturated.outcome == "content"
+    assert saturated.outcome == "knowledge"
     assert f"No random delta moves as many answers: at most {moves}" in verdict(saturated)
 
 
@@ -328,7 +328,7 @@ def test_a_gain_of_one_subject_is_told() -> None:
     ]
     found = judged({"a1_refit": a1})
     assert found.claims["refit"].clustered.clusters == 3
-    assert found.outcome == "content"
+    assert found.outcome == "knowledge"
     assert "By errors clustered over 3 subjects it may be chance (p = 0.42)" in verdict(found)
 
 
@@ -387,7 +387,7 @@ def test_content_among_boxed_answers_stands_though_more_are_boxed() -> None:
     form = found.forms["refit"]
     assert (form.in_form, form.control_in_form, form.n) == (690, 621, 621)
     assert form.p_value < 1e-9
-    assert found.judgements[0].outcome == "content"
+    assert found.judgements[0].outcome == "knowledge"
 
 
 def test_a_preferred_position_is_no_content() -> None:
@@ -424,7 +424,7 @@ def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
     assert zero.p_adjusted == pytest.approx(3 * zero.p_value)
     p_values = f"McNemar p = {zero.p_value:.2g}, p (Holm) over all policies = {zero.p_adjusted:.2g}"
     assert p_values in verdict(found)
-    assert found.judgements[0].outcome == "content"
+    assert found.judgements[0].outcome == "knowledge"
 
 
 def test_arms_that_never_box_are_named() -> None:

@@ -234,7 +234,7 @@ def test_categories_add_up() -> None:
     }  # fmt: skip
 
 
-# --- published numbers, spec/confound.md section 9 ------------------------------------------------
+# --- published numbers, The Stacking Confound ------------------------------------------------
 
 
 def test_18_of_20_leaves_70_to_97_percent() -> None:

@@ -38,7 +38,7 @@ from mlxstacks.studies.profile.measures import (
     usual_top_experts,
 )
 
-# spec/metal_limits_and_routing.md B2: top-3 layers by subject, Qwen3.5-35B-A3B, 40 layers.
+# MoE Routing Layers Converge: top-3 layers by subject, Qwen3.5-35B-A3B, 40 layers.
 PUBLISHED = {
     "chemistry": (20, 8, 14), "math": (14, 20, 18), "business": (14, 19, 8),
     "engineering": (8, 9, 14), "physics": (8, 20, 14), "law": (14, 19, 15),
