@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import answers, output
+from mlxstacks.study.document import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,5 @@ def run(settings: "ServeSettings") -> "Served":
 def render(console: "Console", report: "Served") -> None:
     """A line about what was served."""
     counts = report.counts
-    console.print(
-        f"Served {counts.get('requests', 0):,} requests, {counts.get('answer_tokens', 0):,} tokens."
-    )
+    requests, tokens = (counts.get(name, 0) for name in ("requests", "answer_tokens"))
+    console.print(f"Served {counted(requests, 'request')}, {counted(tokens, 'token')}.")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mlxstacks.files.settings import (
     BitsByPattern,
@@ -69,7 +69,7 @@ class FuseSettings(Settings):
         description="Exit with 3 if the total correlation of an adapter is below this. Files are "
         "still written.",
     )
-    judge: str = Field(
+    judge: Annotated[str, BeforeValidator(lambda judge: judge or "none")] = Field(
         "shipped",
         description="Rows on which to compare the fused model with the unfused adapter: shipped "
         "(16 texts and 8 prompts), a JSONL file of rows with text, prompt or messages, or none.",

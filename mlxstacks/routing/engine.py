@@ -11,6 +11,7 @@ makes the model answer with them before every step: several answers may run by t
 """
 
 import difflib
+import json
 import math
 import threading
 import time
@@ -515,7 +516,9 @@ def sampling_of(settings: AnswerSettings) -> Sampling:
     """How the settings choose tokens. Raises: InputError: the file of a schema cannot be read."""
     names = [part.name for part in fields(Sampling) if part.name != "schema"]
     schema = None
-    if settings.json_schema is not None:
+    if isinstance(settings.json_schema, dict):
+        schema = json.dumps(settings.json_schema)
+    elif settings.json_schema is not None:
         path = user_path(settings.json_schema)
         try:
             schema = path.read_text(encoding="utf-8")

@@ -323,8 +323,9 @@ class AnswerSettings(BaseSettings):
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="Penalty on the logits of the last 20 tokens; 1: no penalty."
     )
-    json_schema: str | None = Field(
+    json_schema: str | dict[str, Any] | None = Field(
         None,
+        json_schema_extra={"cli_type": "text"},
         description="JSON file of a schema: answers are JSON that it allows (by llguidance, of the "
         "extra serve).",
     )

@@ -176,6 +176,8 @@ async def answer(request: Request, api: Api, engine: Engine, settings: ServeSett
         message = f"the body did not come within {BODY_SECONDS} seconds"
         return JSONResponse(api.error(408, message), 408, {"connection": "close"})
     except InputError as error:
+        engine.counts["refused_400"] += 1
+        _log.info("%s: 400 %s", api.path, _shown(str(error)))
         return JSONResponse(api.error(400, str(error)), 400)
     events = Events(api.path, speaker, prompt, engine, settings)
     try:

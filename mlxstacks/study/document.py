@@ -1,5 +1,6 @@
 """The document that a result is: a head, figures for machines, and blocks for people."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -100,7 +101,21 @@ class Table(_Part):
             raise ValueError(f"table {self.id}: two columns have one name")
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"table {self.id}: a row has not {len(self.columns)} cells")
+        for row in self.rows:
+            for column, cell in zip(self.columns, row, strict=True):
+                if _is_impossible(column.kind, cell):
+                    raise ValueError(f"table {self.id}: {cell} is no {column.kind} ({column.name})")
         return self
+
+
+def _is_impossible(kind: Kind, cell: Cell) -> bool:
+    """A p beyond 0 to 1, half a thing counted, an interval whose ends are the wrong way round."""
+    if isinstance(cell, tuple):
+        low, high = cell[-2:]
+        return low > high
+    if not isinstance(cell, int | float) or not math.isfinite(cell):
+        return False
+    return (kind == "p" and not 0 <= cell <= 1) or (kind == "count" and cell != int(cell))
 
 
 Estimate = Mapping[str, Any]

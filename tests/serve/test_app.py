@@ -339,6 +339,7 @@ def test_what_cannot_be_done_is_refused(
     with pytest.raises(openai.BadRequestError):
         chat(**fields)
     assert not engine.asks
+    assert engine.counts["refused_400"] == 1
 
 
 # --- who may ask, and how much --------------------------------------------------------------------

@@ -78,6 +78,8 @@ def run(
     if settings.target_kl is not None and settings.bits:
         raise InputError("--target-kl chooses the bits of all modules: leave --bits out")
     file = JUDGE if settings.judge == "shipped" else user_path(settings.judge)
+    if settings.judge != "none" and not file.exists():
+        raise InputError(f"judge: no file {file}; allowed: shipped, none, a JSONL file of rows")
     records = read_judge(file) if settings.judge != "none" else []
     calibration = _CALIBRATION_SHARE if settings.requant == "gptq" and not dry_run else 0.0
     whole, started = WholeProgress(progress, 1.0 + calibration), time.monotonic()

@@ -297,8 +297,9 @@ def _candidates(figures: dict[str, dict[str, Figures]]) -> dict[str, dict[str, F
 
 def outcome(figures: dict[str, dict[str, Figures]]) -> str:
     shares = [parts["all"]["agreement"] for parts in _candidates(figures).values()]
-    ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
-    return f"{' to '.join(ends)}% agree"
+    ends = dict.fromkeys(f"{100 * share:.1f}%" for share in (min(shares), max(shares)))
+    between = " and " if len(shares) == 2 else f" (lowest of {len(shares)} models) to "
+    return f"{between.join(ends)} agree"
 
 
 def verdict(figures: dict[str, dict[str, Figures]], reference: str) -> str:
@@ -375,8 +376,8 @@ def agreement_table(
             row.append(_cell(parts, "loss_change_nats"))
     caption = (
         f"{next(iter(figures.values()))['positions']:,} tokens, each after the right tokens before "
-        f"it. KL: from the reference. 95% intervals over resampled passages, of {_LEAST_PASSAGES} "
-        "or more."
+        "it. KL: from the reference. 95% intervals: passages drawn anew, where there are "
+        f"{_LEAST_PASSAGES} or more."
     )
     return Table.of(id, title, columns, rows, caption=caption, folded=folded)
 

@@ -266,8 +266,10 @@ def _check_conflicts(by_label: Mapping[Label, Iterable[RouterExample]]) -> None:
         for labels in conflicts[:_SHOWN]
     ]
     more = [f"and {len(conflicts) - _SHOWN} more"] if len(conflicts) > _SHOWN else []
+    verb = "has" if len(conflicts) == 1 else "have"
+    title = f"{counted(len(conflicts), 'prompt')} {verb} two labels:"
     raise InputError(
-        "\n  ".join([f"{len(conflicts)} prompts have two labels:", *lines, *more])
+        "\n  ".join([title, *lines, *more])
         + "\na prompt can have one; keep it in one file, or in one of both domains (a+b.jsonl)"
     )
 

@@ -77,7 +77,8 @@ def test_an_adapter_shows_and_the_same_model_does_not(rows: Path, command: Run) 
     ("shares", "words"),
     [
         ((0.9,), "90.0% agree"),
-        ((0.9, 0.8), "80.0 to 90.0% agree"),
+        ((0.9, 0.8), "80.0% and 90.0% agree"),
+        ((0.9, 0.8, 0.85), "80.0% (lowest of 3 models) to 90.0% agree"),
         ((0.8213, 0.8209), "82.1% agree"),
     ],
 )
