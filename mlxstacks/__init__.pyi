@@ -189,7 +189,8 @@ def generate(model: nn.Module, tokenizer: Any,
     ungated: bool = False, pin: str | Sequence[str] = (), system_prompt: str | None = None,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', temp: float = 0.0,
     top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, max_tokens: int = 256,
-    repetition_penalty: float = 1.0, json_schema: str | None = None, seed: int = 0) -> str:
+    repetition_penalty: float = 1.0, json_schema: str | Mapping[str, Any] | None = None,
+    seed: int = 0) -> str:
     """Answer a prompt through the chat template; the model's thinking is left out."""
 
 def grow(store_path: str | Path | None = None, *, model: str | Path | None = None,

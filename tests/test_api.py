@@ -684,7 +684,7 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             lambda: untyped.train(data="rows.csv", save_path="x"),
             ("data=pandas.read_csv('rows.csv')",),
         ),
-        (lambda: untyped.eval("model", data=PAIRS), ("tasks='items' takes rows of your own",)),
+        (lambda: untyped.eval("model", data=PAIRS), ("tasks='items' takes nano's items",)),
         (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),
         (lambda: untyped.fuse(None, []), ("adapter_path: got an empty list",)),
         (lambda: untyped.stack(data={3: PAIRS}), ("3 is no name; give text, as {'3': rows}",)),

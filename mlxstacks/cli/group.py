@@ -131,7 +131,8 @@ class _Translating(click.Command):
                     f"{self.name} has no option {error.option_name}: here it is --set {inner}=...",
                     ctx,
                 ) from None
-            raise
+            close = [name for name in error.possibilities or () if name != "--help"]
+            raise click.NoSuchOption(error.option_name, possibilities=close, ctx=ctx) from None
         except click.UsageError as error:
             by_option = [key for key in ("model", "adapter_path", "save_path") if key in self.flags]
             if error.message.startswith("Got unexpected extra") and by_option:

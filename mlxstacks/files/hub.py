@@ -114,6 +114,10 @@ def _snapshot(hub_id: str, sidecars: bool) -> Path:
                 f"the download failed ({(str(error).splitlines() or [type(error).__name__])[0]})"
             )
             reason = reason.replace("(Got: ", "(")  # the hub client's
+    if hub_id == "nano":
+        raise CheckpointError(
+            "nano: no such directory here; the built-in model, nano, is the one without --model"
+        )
     give = f"{hub_id}: no such directory here, not in the Hugging Face cache, and {reason}. Give a "
     if "/" in hub_id:
         download = command_line("hf download", hub_id)

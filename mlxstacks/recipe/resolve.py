@@ -263,6 +263,7 @@ def _explain(
         keys = ", ".join(_keys_at(settings_class, location))
         return f"{key}: got {shown(detail['input'])}; give keys with values (known: {keys})"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = message.replace("a valid tuple", "a list").replace("a valid string", "text")
     if not key:
         return message
     if detail["type"] == "literal_error":

@@ -504,7 +504,7 @@ def _finished(planned: Result, concluded: Result, seconds: float | None) -> Resu
         for name in concluded.model_fields_set
         if name not in ("kind", "title", "notes", "provenance", "directory")
     }
-    if planned.plan is not None:
+    if planned.plan:
         concluded_fields.setdefault("standing", Standing(status="confirmatory"))
     return planned.model_copy(
         update={

@@ -116,7 +116,7 @@ def test_data_is_a_path_or_says_how_it_is_read(work_dir: Path) -> None:
     for sets, message in (
         (["data.validation_rows=3"], r"data\.sources is missing; give --set data\.sources="),
         (["data.sources=a", "data.sed=3"], r"unknown key 'data\.sed'; did you mean 'data\.seed'"),
-        (["data=3"], "data: got 3; must be a valid string"),
+        (["data=3"], "data: got 3; must be text"),
     ):
         with pytest.raises(InputError, match=message) as refused:
             data(*sets)

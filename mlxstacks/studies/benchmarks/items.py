@@ -259,9 +259,9 @@ def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTas
     named = "tasks" in settings.model_fields_set
     if settings.data and not named and user_path(settings.data).is_file():
         raise InputError(
-            f"data: {settings.data} is a file, so of one task: --tasks NAME names it; "
-            "--tasks=items takes nano's items (the default without a model of your own) "
-            "and rows of your own, {'question': ..., 'options': ['...', '...'], 'answer': 'A'}"
+            "data: a file is of one task, and --tasks NAME names it; --tasks=items takes nano's "
+            "items (the default without a model of your own) and rows of your own, "
+            "{'question': ..., 'options': ['...', '...'], 'answer': 'A'}"
         )
     asked: list[AskedTask] = []
     faults: dict[str, list[str]] = {}  # what is wrong -> the tasks that meet it

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mlxstacks.stats import two_proportion_z_test, wilson_interval
+from mlxstacks.stats import wilson_interval
 from mlxstacks.studies.confound.analysis import (
     FORM,
     GUESSING,
@@ -483,12 +483,15 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
             f"A0 changes {some} and no outcome: it fixes 0 of {wrong.n} (at most {fixed:.1f}%, "
             f"95%) and breaks 0 of {right.n} (at most {broken:.1f}%)."
         )
+    from scipy.stats import fisher_exact
+
     rates = f"A0 fixes {percent(wrong.fixed, wrong.n)} and breaks {percent(right.broken, right.n)}"
-    test = two_proportion_z_test(wrong.fixed, wrong.n, right.broken, right.n)
-    p_value = f"(z-test, p = {test.p_value:.2g})"
-    if test.p_value >= alpha:
-        return f"{rates}: no asymmetry shown {p_value}, as of mere noise."
-    if test.difference < 0:
+    outcomes = [[wrong.fixed, wrong.n - wrong.fixed], [right.broken, right.n - right.broken]]
+    p = float(fisher_exact(outcomes).pvalue)
+    p_value = f"(Fisher, p = {p:.2g})"
+    if p >= alpha:
+        return f"{rates}: no asymmetry shown {p_value}, which mere noise would not show either."
+    if wrong.fixed / wrong.n < right.broken / right.n:
         return (
             f"{rates}: more broken than fixed {p_value}, so damage, as answers that "
             "change at random are rarely right."

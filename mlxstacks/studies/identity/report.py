@@ -90,10 +90,10 @@ def _conditions(figures: Figures) -> Table:
     rows = []
     for arm, condition in figures["conditions"].items():
         comparison = figures["compared"].get(arm)
-        kept: tuple[Cell, ...] = (None,) * 4
+        kept: tuple[Cell, ...] = (None,) * 5
         if comparison is not None and comparison["reference"] != UNFUSED:
-            p = comparison["p_value" if comparison["p_adjusted"] is None else "p_adjusted"]
-            kept = comparison["kept"], len(comparison["lost"]), len(comparison["gained"]), p
+            counts = comparison["kept"], len(comparison["lost"]), len(comparison["gained"])
+            kept = (*counts, comparison["p_value"], comparison["p_adjusted"])
         parts = "/".join(str(part["passed"]) for part in condition["by_category"].values())
         rows.append(
             (_label(condition), condition["policy"], condition["passed"],
@@ -104,13 +104,13 @@ def _conditions(figures: Figures) -> Table:
     columns: Columns = {
         "condition": "text", "policy": "text", f"passed of {first['n']}": "count",
         "95% interval": ("share", 0), "by category": "text", "kept": "count", "lost": "count",
-        "gained": "count", "p": "p",
+        "gained": "count", "p": "p", "p (Holm)": "p",
     }  # fmt: skip
     return Table.of(
         "conditions-table", "Conditions on the identity suite", columns, rows,
         caption=f"Categories: {parts}. Kept, lost, gained: prompts, compared with the persona "
-        "alone by the same policy (base + factual: with the base). p: McNemar's exact; of claims, "
-        "Holm's, that of a loss.",
+        "alone by the same policy (base + factual: with the base). p: McNemar's exact; Holm: of "
+        "claims, that of a loss.",
     )  # fmt: skip
 
 

@@ -351,7 +351,7 @@ def _loss_blocks(data: Mapping[str, Any]) -> Iterator[Block]:
     )  # fmt: skip
     yield interval_plot(
         "differences", "Difference to the base, same tokens, mean over domains",
-        {mode: row[ALL] for mode, row in data["differences"]["base"].items()},
+        {_words(mode): row[ALL] for mode, row in data["differences"]["base"].items()},
         "difference, nats per token (left is better)", references={"no difference": 0.0},
         form="{:.2f}",
     )  # fmt: skip

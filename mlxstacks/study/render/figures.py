@@ -364,6 +364,8 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
 _BESIDE = (
     ((9, 0), "left", "center"), ((-9, 0), "right", "center"),
     ((0, 9), "center", "bottom"), ((0, -9), "center", "top"),
+    ((7, 7), "left", "bottom"), ((7, -7), "left", "top"),
+    ((-7, 7), "right", "bottom"), ((-7, -7), "right", "top"),
 )  # fmt: skip
 
 
@@ -421,15 +423,20 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
     shown: list[Any] = []  # boxes of points, then of names
     for x, y in map(ax.transData.transform, points):
         shown.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+    curves = [line.get_path().transformed(line.get_transform()) for line in ax.lines]
     for name in names:
-        for offset, ha, va in _BESIDE:
-            name.set(position=offset, ha=ha, va=va, visible=True)
+        free: list[tuple[bool, int]] = []
+        for number, (offset, ha, va) in enumerate(_BESIDE):
+            name.set(position=offset, ha=ha, va=va)
             box = name.get_window_extent()
             is_inside = ax.bbox.contains(*box.min) and ax.bbox.contains(*box.max)
-            name.set_visible(is_inside and not any(box.overlaps(other) for other in shown))
-            if name.get_visible():
-                shown.append(box)
-                break
+            if is_inside and not any(box.overlaps(other) for other in shown):
+                free.append((any(c.intersects_bbox(box, filled=False) for c in curves), number))
+        name.set_visible(bool(free))
+        if free:
+            offset, ha, va = _BESIDE[min(free)[1]]
+            name.set(position=offset, ha=ha, va=va)
+            shown.append(name.get_window_extent())
     _legend(figure, {}, plot.references, drawn=drawn if len(drawn) > 1 else ())
 
 

@@ -378,7 +378,7 @@ def test_the_blocks_say_what_differs() -> None:
     rows = result.table("conditions-table").set_index("condition")
     assert [*rows.columns] == [
         "policy", "passed_of_20", "interval_low", "interval_high", "by_category", "kept", "lost",
-        "gained", "p",
+        "gained", "p", "p_holm",
     ]  # fmt: skip
     factual = rows.loc["+ factual r2"]
     assert factual[["passed_of_20", "by_category", "kept", "lost", "gained"]].tolist() == [
