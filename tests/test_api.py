@@ -129,7 +129,7 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
 
     nano = nano_paths()
     by_call, by_command = tmp_path / "call", tmp_path / "command"
-    result = ms.fuse(nano.model_path, [nano.adapter_path], by_call, requant="refit", judge="none")
+    result = ms.fuse(nano.model_path, [nano.adapter_path], by_call, requant="refit", judge=None)
     assert result is not None
     words = ["--model", nano.model_path, "--adapter-path", nano.adapter_path]
     assert (

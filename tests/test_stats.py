@@ -26,7 +26,7 @@ from mlxstacks.stats import (
 @pytest.mark.parametrize(
     ("count", "n", "low", "high"),
     [
-        (18, 20, 0.6990, 0.9721),  # The Stacking Confound: 18/20 is 70 to 97%
+        (18, 20, 0.6990, 0.9721),  # the published 18 of 20: 70 to 97%
         (0, 10, 0.0, 0.2775),
         (10, 10, 0.7225, 1.0),
         (81, 263, 0.2553, 0.3662),  # Newcombe 1998, table I, method 3

@@ -431,7 +431,7 @@ def _base_note(path: str, adapter: Adapter, matches: list[Match], model: str) ->
 
 
 def _history_note(checkpoint: Checkpoint) -> list[str]:
-    """A requantized model is not the base that it came from (The Stacking Confound)."""
+    """A requantized model is not the base that it came from."""
     former, result = (checkpoint.directory / name for name in ("fuse_report.json", RESULT))
     try:
         is_fused = former.is_file() or read_json_object(result).get("kind") == "fuse"

@@ -18,6 +18,11 @@ PolicyName = Literal[
 _Policy = Literal[PolicyName, "gptq"]
 
 
+def _or_none(judge: object) -> object:
+    """None and False, in Python and YAML, are no judge."""
+    return "none" if judge in (None, False) else judge
+
+
 class FuseSettings(Settings):
     """What to fuse into what, and how."""
 
@@ -69,7 +74,7 @@ class FuseSettings(Settings):
         description="Exit with 3 if the total correlation of an adapter is below this. Files are "
         "still written.",
     )
-    judge: Annotated[str, BeforeValidator(lambda judge: judge or "none")] = Field(
+    judge: Annotated[str, BeforeValidator(_or_none)] = Field(
         "shipped",
         description="Rows on which to compare the fused model with the unfused adapter: shipped "
         "(16 texts and 8 prompts), a JSONL file of rows with text, prompt or messages, or none.",

@@ -164,7 +164,7 @@ _LAST_CHARACTERS = 50
 
 
 def choice_letter(text: str, letters: str) -> Extracted:
-    r"""MMLU-Pro (The Stacking Confound): the first rule that finds one of `letters`:
+    r"""MMLU-Pro: the published box, then our order, the first rule that finds one of `letters`:
 
     boxed             the last `\boxed{X}` whose content is such a letter
     answer is         the last "answer is X", "answer: X"

@@ -1,8 +1,7 @@
 """What a new domain is held to: before it is trained, after, and once it is routed to.
 
-Each check gives the figures that it decides by, so that a reader may decide otherwise. Sources:
-Brainstacks; where its rule is too weak, or fails on a model whose wrong answers
-are sure, the docstrings say what stands in its place.
+Each check gives the figures that it decides by, so that a reader may decide otherwise. Brainstacks
+proposes the loop without rules; all thresholds here are ours.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -163,7 +163,7 @@ def _other_settings(name: str, resolved: Resolved) -> list[str]:
         return []
     now = resolved.settings.model_dump(mode="json")
     # what a run found by itself, as the base of a store, is nobody's setting
-    found = {key for key in command_named(name).nano if now[key] in (None, [])}
+    found = {key for key, value in now.items() if value in (None, [])}
     old, new = (
         {key: value for key, value in settings.items() if key not in PLACES | found}
         for settings in (report["settings"], now)

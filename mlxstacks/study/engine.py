@@ -498,7 +498,12 @@ def _quick_look(settings: StudySettings) -> Iterable[str]:
 
 
 def _finished(planned: Result, concluded: Result, seconds: float | None) -> Result:
-    """The planned head with what the conclusion says. seconds: None for a run that was resumed."""
+    """The planned head with what the conclusion says. seconds: None for a run that was resumed.
+
+    Raises: TypeError: `conclude` returned no result.
+    """
+    if not isinstance(concluded, Result):
+        raise TypeError(f"conclude returned a {type(concluded).__name__}; return self.result(...)")
     concluded_fields = {
         name: getattr(concluded, name)
         for name in concluded.model_fields_set

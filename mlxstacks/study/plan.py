@@ -90,10 +90,12 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         return record_as_json(_PLANS, self)
 
-    def power_lines(self) -> list[str]:
-        """To be printed with the plan. Of several claims each has its share of alpha."""
+    def power_lines(self, tests: int = 1) -> list[str]:
+        """To be printed with the plan. Of several claims, and of the tests of each, every one has
+        its share of alpha.
+        """
         alpha, least_gain = self.thresholds["alpha"], self.thresholds["least_gain"]
-        share = alpha / max(1, len(self.claims))
+        share = alpha / (tests * max(1, len(self.claims)))
         return power_lines(self.n, self.expected_rate, self.expected_discordant, least_gain, share)
 
 

@@ -23,7 +23,7 @@ def items_for_two_proportions(
 ) -> int:
     """Items in each of two arms, to find `rate + effect` against `rate` at this power.
 
-    The Stacking Confound: 123/692 and five points need about 1,015.
+    The published 123 of 692 and five points need about 1,015.
     Raises: ValueError for rates outside (0, 1) or an effect of 0.
     """
     _check(rate, rate + effect)
@@ -88,8 +88,8 @@ def _least_effect(noise: Callable[[float], float], n: int, most: float) -> float
 def half_widths(rate: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Half the width of the interval of one rate, and of a difference of two, of n items each.
 
-    By the normal approximation, arms taken as unpaired. The Stacking Confound: at about 18%
-    and n = 692 they are 2.9 and 4.0 points; one standard error is half of that.
+    By the normal approximation, arms taken as unpaired. At the published 18% and n = 692
+    they are 2.9 and 4.0 points; one standard error is half of that.
     """
     width = _z(0.5 + confidence / 2) * math.sqrt(rate * (1 - rate) / n)
     return width, math.sqrt(2) * width
@@ -100,7 +100,7 @@ def chance_of_passing(
 ) -> float:
     """Chance that n items an arm show a gain of at least `least_gain` with p < alpha (z-test).
 
-    The kill criterion of The Stacking Confound is least_gain 0.05, alpha 0.05, n 692.
+    The published kill criterion is least_gain 0.05, alpha 0.05, n 692.
     Exact: every pair of counts, each with its binomial probability. Raises: ValueError.
     """
     from scipy.stats import binom

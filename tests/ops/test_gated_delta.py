@@ -224,7 +224,7 @@ def graph_nodes(T: int) -> int:
 
 def test_the_graph_grows_with_chunks_not_with_tokens() -> None:
     grown = (graph_nodes(1024) - graph_nodes(512)) / 512
-    # mlx-lm's loop adds 104 nodes for each token (Metal Buffer Limits).
+    # mlx-lm's loop adds 104 nodes for each token.
     assert grown < 104 / 16
 
 

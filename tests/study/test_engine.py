@@ -234,6 +234,14 @@ def test_a_step_without_all_its_outputs_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+def test_a_conclusion_without_a_result_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coin.CoinStudy, "conclude", lambda self, directory: None)
+    with pytest.raises(TypeError, match=r"returned a NoneType; return self\.result"):
+        run_study(study(tmp_path))
+
+
 def test_a_script_ends_as_a_command_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

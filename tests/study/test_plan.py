@@ -190,7 +190,7 @@ def test_fields_are_checked(change: dict[str, Any]) -> None:
 
 
 def test_power_is_told_of_the_published_plan() -> None:
-    """692 items an arm, a floor of 123, five points: the numbers of The Stacking Confound."""
+    """692 items an arm, a floor of 123, five points, as published."""
     published = plan(n=692, expected_rate=123 / 692)
     known, effects, items, intervals, chances = published.power_lines()
     assert known == "692 items; taken as known: the control's rate 17.8%, pairs that differ 10.0%"

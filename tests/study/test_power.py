@@ -48,7 +48,7 @@ def test_the_least_effect_and_the_items_are_one_formula() -> None:
 
 @pytest.mark.parametrize(("effect", "percent"), [(5, 50), (6, 68), (7, 82), (8, 91), (10, 99)])
 def test_chance_of_passing_the_kill_criterion(effect: int, percent: int) -> None:
-    """The Stacking Confound."""
+    """From the published 123 of 692."""
     chance = chance_of_passing(FLOOR, effect / 100, 692, least_gain=0.05)
     assert 100 * chance == pytest.approx(percent, abs=1.5)
 
@@ -80,12 +80,12 @@ def test_mcnemar_power_by_simulation() -> None:
 
 @pytest.mark.parametrize(("n", "one", "two"), [(200, 5.3, 7.5), (500, 3.4, 4.8), (692, 2.9, 4.0)])
 def test_half_widths_of_the_specification(n: int, one: float, two: float) -> None:
-    """The Stacking Confound, at about 18%."""
+    """At the published 18%."""
     assert [round(100 * width, 1) for width in half_widths(0.18, n)] == [one, two]
 
 
 def test_half_widths_of_the_published_benchmarks() -> None:
-    """Brainstacks: about 0.07 at n = 200, 0.10 for an unpaired difference."""
+    """Of the published benchmarks: about 0.07 at n = 200, 0.10 for an unpaired difference."""
     assert [round(width, 2) for width in half_widths(0.486, 200)] == [0.07, 0.10]
 
 

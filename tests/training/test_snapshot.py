@@ -1,4 +1,4 @@
-"""Best weights and early stops, on scripted losses (Brainstacks).
+"""Best weights and early stops, on scripted losses.
 
 Run: pytest tests/training/test_snapshot.py
 """

@@ -259,7 +259,8 @@ def _null_table(findings: Findings) -> Table:
         "the binomial test, with Wilson's, against the rate of any option, or of A1's own choice "
         "of places if that is more. p: two-sided, 1 where A1 does no better. Form: A0 among "
         "the items that both answer in form, where some are not. A policy shows knowledge where "
-        "all of its rows have p (Holm), adjusted for all policies, below alpha. Without p: not "
+        "all of its rows have p (Holm) below alpha: what Holm's rule over the policies gives where "
+        "the row stands for its policy, beside the others' largest p. Without p: not "
         f"tested, the random delta moves too few answers to be a control. All {share_note(n)}.",
     )  # fmt: skip
 
@@ -337,7 +338,7 @@ def _words(
     ]
     lines += [f"Floor, {way}: {words}" for way, words in findings.floors.items()]
     lines += growth
-    # How many packed codes the fuses of a policy leave different: The Stacking Confound.
+    # How many packed codes the fuses of a policy leave different.
     for way, figures in fuses.items():
         if codes := figures.get("codes_that_differ"):
             a1, a0 = (

@@ -211,7 +211,7 @@ def find(
 def missing_controls(
     ways: Sequence[str], arms: Mapping[str, object], right: Mapping[str, object]
 ) -> list[str]:
-    """Controls without which no gain may be claimed (The Stacking Confound)."""
+    """Controls, the published ones and ours, without which no gain may be claimed."""
     controls = {
         PERSONA: "the unfused persona, re-measured with the same harness",
         AGAIN: "a rerun of the unfused persona, for run-to-run flips",
@@ -233,6 +233,14 @@ def missing_controls(
 
 
 def judge(findings: Findings, way: str) -> Judgement:
+    """What a gain is worth, of which nothing is claimed where it is not what was planned."""
+    found = _as_planned(findings, way)
+    if not findings.standing.reasons or found.outcome in ("no gain", "undecided", "refused"):
+        return found
+    return Judgement(way, "exploratory", f"{found.words} It is not what was planned.")
+
+
+def _as_planned(findings: Findings, way: str) -> Judgement:
     """The first thing that stands against a gain decides; nothing does: knowledge."""
     claim, criterion = findings.claims[way], findings.criterion
     zero, *others = findings.nulls[way]
@@ -240,7 +248,7 @@ def judge(findings: Findings, way: str) -> Judgement:
         more = ""
         if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
-            more = f" McNemar's test alone sees {direction} right answers, too few to count."
+            more = f" McNemar's p, before it is adjusted, says that {direction} are right."
         reach = claim.interval.high
         least = f"{100 * criterion.least_gain:g} points"
         short = f"That is less than {least}"
@@ -254,8 +262,6 @@ def judge(findings: Findings, way: str) -> Judgement:
     if findings.missing_controls:
         missing = "; ".join(findings.missing_controls)
         return Judgement(way, "refused", f"{gain}, but no gain is claimed without {missing}.")
-    if findings.standing.reasons:
-        return Judgement(way, "exploratory", f"{gain}, but it is not what was planned.")
     random = findings.moved.get(arm("moved", way), Flips(0, 0, 0, 0))
     trained = findings.moved[arm("a1", way)]
     moves = (
@@ -490,7 +496,7 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
     p = float(fisher_exact(outcomes).pvalue)
     p_value = f"(Fisher, p = {p:.2g})"
     if p >= alpha:
-        return f"{rates}: no asymmetry shown {p_value}, which mere noise would not show either."
+        return f"{rates}: no asymmetry shown {p_value}, as with noise, or with too few items."
     if wrong.fixed / wrong.n < right.broken / right.n:
         return (
             f"{rates}: more broken than fixed {p_value}, so damage, as answers that "

@@ -228,17 +228,21 @@ def plan_of(
     )  # fmt: skip
 
 
+# Of each claim: is it lost, is it kept.
+TESTS = 2
+
+
 def power_lines(plan: Plan) -> list[str]:
     """The plan's table, whose effects are further failures, and what its n can show in words. Not
     the table's last line: chances to pass a criterion of gains, which is none here.
     """
-    return [*plan.power_lines()[:-1], detectable(plan)]
+    return [*plan.power_lines(TESTS)[:-1], detectable(plan)]
 
 
 def detectable(plan: Plan) -> str:
     """What a suite of this size can and cannot show, with every gate open."""
     n, alpha, claims = plan.n, plan.thresholds["alpha"], max(1, len(plan.claims))
-    level, largest = alpha / (2 * claims), plan.thresholds["least_gain"]
+    level, largest = alpha / (TESTS * claims), plan.thresholds["least_gain"]
     least = least_lost(n, level)  # by the hardest step of Holm
     passed = round(n * (1 - plan.expected_rate))
     loss = next((s for s in range(1, 101) if mcnemar_power(s / 100, 0, n, level) >= 0.8), None)
@@ -254,7 +258,7 @@ def detectable(plan: Plan) -> str:
     if most is None:
         needed = next((k for k in range(1, 10_000) if (1 - largest) ** k < level), None)
         kept = (
-            f"so many claims cannot be shown to be kept, were {passed} of {passed} kept: "
+            f"all {passed} that are expected to pass are too few to show kept for so many claims: "
             f"{needed or 'more than 10,000'} would do, or fewer policies"
         )
     else:

@@ -1,8 +1,8 @@
 """Measures of a routing profile: where groups of prompts differ in the experts they go to, and what
 chance alone gives.
 
-MoE Routing Layers Converge. p[s, l, e] is the share of expert e among the choices of
-group s in layer l; the pooled share is the unweighted mean over groups; the divergence of a group
+As in MoE Routing Layers Converge, p[s, l, e] is the share of expert e among the choices of group s
+in layer l; the pooled share is the unweighted mean over groups; the divergence of a group
 is KL(p_s || pooled) in nats, after adding 1e-9 to every share and normalising again.
 
 Divergence is never 0 on finite samples, and a layer whose routers spread more has more of it

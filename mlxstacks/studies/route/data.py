@@ -18,6 +18,7 @@ the router names, or the usual one).
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -185,10 +186,16 @@ class _Source:
         except OSError as error:
             raise InputError(f"{str(root)[:200]!a}: cannot be read: {error.strerror}") from None
         left_out = []
+        without = {*self.domains}.difference(*(path.stem.split("+") for path in files))
         for path in files:
             is_other = path.stem == OTHERS and OTHERS not in self.domains
             parts = [] if is_other else path.stem.split("+")
             if strange := [part for part in parts if part not in self.domains]:
+                if close := get_close_matches(strange[0], sorted(without), 1):
+                    raise InputError(
+                        f"{path.name}: the store has no domain {strange[0]!r}, and its domain "
+                        f"{close[0]!r} has no prompts; did you mean that?"
+                    )
                 known = {d.name for d in self.store.manifest.domains}
                 why = "disabled or without stacks" if {*strange} <= known else "not in the store"
                 left_out.append(f"{path.name} is left out: {', '.join(strange)} {why}.")

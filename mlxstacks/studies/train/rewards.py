@@ -9,8 +9,8 @@ r"""What an answer is worth, from 0 to 1, by a rule that has no chance in it.
     pattern=R  1 where the whole answer matches the regular expression R (RE2)
     f.py:name  `name(answer, row)` of a file of one's own
 
-Numbers of `code` and `math`: Brainstacks. A rubric counts words; it says nothing
-about whether advice is sound.
+The papers give no numbers; these are ours. A rubric counts words; it says nothing about whether
+advice is sound.
 """
 
 import ast

@@ -163,7 +163,6 @@ def test_one_arm_alone_compares_nothing() -> None:
 
 
 def test_published_scores_of_the_spec_are_in_the_report() -> None:
-    # Brainstacks
     published = {"hellaswag": (0.670, 0.650), "medqa": (0.385, 0.350), "gsm8k": (0.665, 0.665)}
     tasks = {name: {"base": marks(20, 40)} for name in published}
     assert {task["published"] for task in found_of(tasks).figures["tasks"].values()} == {None}

@@ -68,7 +68,7 @@ def test_all_published_counts_fit_one_table() -> None:
 
 
 # bits -> values that a second round of quantization changes, by how much (relative, Frobenius),
-# error of the first round (relative): The Stacking Confound.
+# error of the first round (relative).
 ROUNDS = {
     2: (0.0, 0.0, 0.394), 3: (0.036, 0.038, 0.190), 4: (0.129, 0.034, 0.091),
     6: (0.113, 0.0086, 0.023), 8: (0.126, 0.0056, 0.008),

@@ -104,7 +104,6 @@ def test_right_answers_in_both_forms_stand_side_by_side() -> None:
 
 
 def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
-    """The Stacking Confound: codes that differ between the fuses."""
     lines = shown(small())["In words"].paragraphs
     assert lines[0].startswith("Mined 200 items: both wrong 200. Set G: 1 to train, 2 to test.")
     assert any(line.startswith("refit: A1 - A0 is +50.00 points. That is ") for line in lines)
@@ -118,7 +117,6 @@ def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
 
 
 def test_positions_and_guessing_stand_next_to_the_arms() -> None:
-    """The Stacking Confound: guess bias."""
     blocks = shown(small())
     picked: Table = blocks["positions"]
     assert [c.name for c in picked.columns] == ["arm", *"ABCDEFGHIJ", "by place"]

@@ -331,10 +331,14 @@ def test_what_twenty_prompts_can_detect() -> None:
     )
     assert "one of 57% is found 8 times in 10" in many  # unadjusted, it would be 37%
     # 0.75**21 < 0.05 / 18
-    assert "so many claims cannot be shown to be kept, were 18 of 18 kept: 21 would do" in many
+    few = (
+        "all 18 that are expected to pass are too few to show kept for so many claims: 21 would do"
+    )
+    assert few in many
     assert "not exact preservation" in words
     table = power_lines(plan)
     assert table[-1] == words
+    assert "at 80% power, alpha 0.008333:" in table[1]  # both p of three claims, as in the words
     # n for 80% power of the loss that is looked for is a number, by both tests.
     assert re.search(r"items for 25\.0 points .*: \d+ an arm .*, \d+ \(McNemar\)", table[2])
     assert not any("chance to pass" in line for line in table)

@@ -128,6 +128,19 @@ def test_rows_of_the_store_stand_in_and_held_out_ones_come_first(
     assert {e.row_id for e in examples if e.trained_on} <= trained_rows(store)
 
 
+def test_a_label_that_is_nearly_a_domains_is_refused(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    settings, store = settings_for(places, tmp_path, data=str(tmp_path)), Store.open(places[1])
+    write_rows(tmp_path / "alphas.jsonl", pairs("a", 3))
+    write_rows(tmp_path / "beta.jsonl", pairs("b", 3))
+    with pytest.raises(InputError, match=r"alphas.*no domain 'alphas', and its domain 'alpha' has"):
+        read_examples(settings, store)
+    # Where the domain has prompts, the other file is somebody's own.
+    write_rows(tmp_path / "alpha.jsonl", pairs("c", 3))
+    assert len(read_examples(settings, store)) == 6
+
+
 def test_one_prompt_with_two_labels_is_an_error_that_lists_it(
     places: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
