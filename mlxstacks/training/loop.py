@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxstacks.base_model import load_arrays, save_arrays
@@ -74,6 +75,7 @@ class TrainingState:
 
     step: steps done. history: a record every `log_every` steps. validation: one an evaluation.
     stopped: why training ended before its last step, or None. safeguards: `Safeguards.counts`.
+    reference: arrays by name, of what the starting weights gave.
     """
 
     optimizer: optim.Optimizer
@@ -83,6 +85,7 @@ class TrainingState:
     best: BestSnapshot | None = None
     stopped: str | None = None
     safeguards: dict[str, Any] | None = None
+    reference: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,7 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     """
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
     arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
+    arrays |= {f"reference.{name}": mx.array(value) for name, value in state.reference.items()}
     metadata = {"step": str(state.step), "run_id": run_id, "history": json.dumps(state.history)}
     metadata["validation"] = json.dumps(state.validation)
     metadata["stopped"] = json.dumps(state.stopped)
@@ -289,6 +293,7 @@ def load_state(
     model.load_weights(list(weights.items()), strict=False)
     state = new_state(settings)
     state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
+    state.reference = {name: np.array(a) for name, a in _part(arrays, "reference").items()}
     state.step = int(metadata["step"])
     state.history = json.loads(metadata["history"])
     state.validation = json.loads(metadata["validation"])
