@@ -4,6 +4,7 @@
     python -m mlx_lm convert --hf-path $REAL/dense --mlx-path model -d --dtype float32
     python -m benchmarks.preference_pairs gsm8k_test.jsonl pairs
     python -m benchmarks.bench_align model pairs [--method orpo] [--at-once 1] [--rounds 3]
+        [--grad-checkpoint]
 
 Both adapt the same projections of the last layers with rank 8 by AdamW, 4 pairs a step, answers cut
 at 256 tokens. Each process trains on a few pairs and on many, and they take turns: a pair is what
@@ -47,6 +48,7 @@ def commands(options: argparse.Namespace, work: Path) -> dict[str, list[str]]:
         "--batch-size", str(options.at_once),
         "--num-layers", str(options.num_layers), "--max-seq-length", "256", "--val-batches", "1",
         "--learning-rate", "1e-5", "--beta", "0.1",
+        *(["--grad-checkpoint"] if options.grad_checkpoint else []),
     ]  # fmt: skip
     accumulated = str(STEP // options.at_once)
     peer = [
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--method", choices=["dpo", "orpo"], default="dpo")
     parser.add_argument("--at-once", type=int, choices=[1, 2, 4], default=4, help="pairs")
     parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--grad-checkpoint", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:

@@ -26,7 +26,8 @@ from mlxstacks import base_model
 from mlxstacks.data import Batch, Row, make_batch
 from mlxstacks.errors import NonFiniteModelError
 from mlxstacks.layers.output_head import OutputHead
-from mlxstacks.training.step import StepGradients, added_up, call_model, sums_at
+from mlxstacks.training.reference import StartingModel
+from mlxstacks.training.step import StepGradients, added_up, sums_at, token_log_p
 
 # Of a prompt so many tokens at a time.
 PREFILL_TOKENS = 512
@@ -120,12 +121,12 @@ def advantages(rewards: Sequence[float]) -> np.ndarray:
     return (centered / (spread + 1e-6)).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupBatch:
     """The answers to one prompt. rows: prompt and answer, weight 1 on answers. rewards,
-    advantages: (n,) float32. reference: (n, T - 1) float32, log-probabilities of the targets under
-    the model at its starting weights, or None for no divergence. old: the same under the weights
-    that drew the answers, or None for those of now.
+    advantages: (n,) float32. old: (n, T - 1) float32, log-probabilities of the targets under the
+    weights that drew the answers, or None for those of now. reference: the same under the model at
+    its starting weights, or None for no divergence, or where it was not needed yet.
     """
 
     rows: Batch
@@ -145,28 +146,6 @@ def group_rows(prompt: Sequence[int], answers: Sequence[Answer], width: int) -> 
         Row((*prompt, *a.tokens), (0.0,) * len(prompt) + (1.0,) * len(a.tokens)) for a in answers
     ]
     return make_batch(rows, width)
-
-
-def token_log_p(logits: mx.array, targets: mx.array) -> mx.array:
-    """Logits (..., V), targets (...) int -> log-probabilities (...), float32."""
-    return -nn.losses.cross_entropy(logits.astype(mx.float32), targets)
-
-
-def answer_log_p(model: nn.Module, rows: Batch, head: OutputHead | None) -> np.ndarray:
-    """(n, T - 1) float32: log-probability of each target that has weight, 0 elsewhere."""
-    inputs, targets = mx.array(rows.inputs), mx.array(rows.targets)
-    found = np.zeros(rows.targets.shape, np.float32)
-    if head is None:
-        return np.array(token_log_p(call_model(model, inputs)[0], targets)) * rows.target_weights
-    hidden, _ = head.hidden_states(call_model, model, inputs)
-    mx.eval(hidden)
-    for i, counted in enumerate(rows.target_weights > 0):
-        places = np.flatnonzero(counted)
-        for start in range(0, len(places), head.piece_tokens):
-            some = mx.array(places[start : start + head.piece_tokens])
-            log_p = token_log_p(head(hidden[i, some]), targets[i, some])
-            found[i, places[start : start + head.piece_tokens]] = np.array(log_p)
-    return found
 
 
 class GroupObjective:
@@ -211,14 +190,20 @@ def _bounded(exponent: mx.array) -> mx.array:
 class GroupGradients:
     """Loss and gradients of the mean over the answers of all groups of a step, an answer being the
     mean over its tokens; see `GradientStep`. Reports `divergence`, `clipped` and `reward`.
+
+    start: what the divergence is measured from; batches without a reference get it from there.
     """
 
     def __init__(
-        self, model: nn.Module, objective: GroupObjective, head: OutputHead | None
+        self,
+        model: nn.Module,
+        objective: GroupObjective,
+        head: OutputHead | None,
+        start: StartingModel | None = None,
     ) -> None:
-        self.model, self.objective, self.head = model, objective, head
+        self.model, self.objective, self.head, self.start = model, objective, head, start
 
-        def loss_of(batch: GroupBatch, answers: int) -> tuple[mx.array, mx.array]:
+        def loss_of(batch: GroupBatch, answers: float) -> tuple[mx.array, mx.array]:
             sums = group_sums(model, objective, batch, answers, head)
             return sums[0], sums
 
@@ -228,17 +213,24 @@ class GroupGradients:
         """seed, step: not used, since nothing here is random: dropout and noise are off."""
         answers = sum(len(batch.tokens) for batch in batches)
         of_step = [(batch, answers) for batch in batches]
-        (_, sums), gradients = added_up(self.model, self._function, of_step)
+        (_, sums), gradients = added_up(self.model, self._of_batch, of_step)
         reward = float(np.mean(np.concatenate([batch.rewards for batch in batches])))
         parts = {"reward": mx.array(reward), "divergence": sums[1], "clipped": sums[2]}
         return StepGradients(sums[0], parts, gradients)
+
+    def _of_batch(self, batch: GroupBatch, answers: float) -> Any:
+        if self.start is None or batch.reference is not None:
+            return self._function(batch, answers)
+        with self.start.sharing():
+            batch.reference = self.start.log_p(batch.rows)
+            return self._function(batch, answers)
 
 
 def group_sums(
     model: nn.Module,
     objective: GroupObjective,
     batch: GroupBatch,
-    answers: int,
+    answers: float,
     head: OutputHead | None,
 ) -> mx.array:
     """The sums of `GroupObjective` over one group, as shares of a step of so many answers.

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxstacks.base_model import load_arrays, save_arrays
@@ -75,7 +76,8 @@ class TrainingState:
 
     step: steps done. history: a record every `log_every` steps. unreported: name -> its values in
     the steps since the last of them. validation: one an evaluation. stopped: why training ended
-    before its last step, or None. safeguards: `Safeguards.counts`.
+    before its last step, or None. safeguards: `Safeguards.counts`. reference: arrays by name, of
+    what the starting weights gave.
     """
 
     optimizer: optim.Optimizer
@@ -86,6 +88,7 @@ class TrainingState:
     best: BestSnapshot | None = None
     stopped: str | None = None
     safeguards: dict[str, Any] | None = None
+    reference: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,7 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     """
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
     arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
+    arrays |= {f"reference.{name}": mx.array(value) for name, value in state.reference.items()}
     metadata = {"step": str(state.step), "run_id": run_id, "history": json.dumps(state.history)}
     metadata["unreported"] = json.dumps(state.unreported)
     metadata["validation"] = json.dumps(state.validation)
@@ -309,6 +313,7 @@ def load_state(
     model.load_weights(list(weights.items()), strict=False)
     state = new_state(settings)
     state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
+    state.reference = {name: np.array(a) for name, a in _part(arrays, "reference").items()}
     state.step = int(metadata["step"])
     state.history = json.loads(metadata["history"])
     state.unreported = json.loads(metadata.get("unreported", "{}"))

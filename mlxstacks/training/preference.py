@@ -5,17 +5,20 @@ are sums over the tokens of an answer, its end mark included, in nats; prompts d
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxstacks.data import Batch, Row, make_batch
+from mlxstacks.data import Batch, EncodedPairs, make_batch
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import weighted_cross_entropy_sum
-from mlxstacks.training.step import StepGradients, added_up, call_model
+from mlxstacks.training.reference import StartingModel
+from mlxstacks.training.step import StepGradients, added_up, answer_log_p, call_model
 
 
 class PairScores(NamedTuple):
@@ -85,11 +88,11 @@ def orpo_loss(beta: float) -> PairLoss:
 @dataclass(frozen=True, slots=True)
 class PairBatch:
     """rows: the chosen answers, then the rejected ones in the same order, with weight 1 on answers.
-    reference: (n, 2) float32 of chosen and rejected, or None.
+    numbers: which pairs they are.
     """
 
     rows: Batch
-    reference: np.ndarray | None
+    numbers: Sequence[int]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -97,14 +100,13 @@ class PairBatch:
 
     @property
     def pairs(self) -> int:
-        return len(self.rows.tokens) // 2
+        return len(self.numbers)
 
 
-def pair_batch(
-    chosen: Sequence[Row], rejected: Sequence[Row], width: int, reference: np.ndarray | None
-) -> PairBatch:
-    """Pairs of `data.encode_pairs`, padded to `width` tokens."""
-    return PairBatch(make_batch([*chosen, *rejected], width), reference)
+def pair_batch(pairs: EncodedPairs, numbers: Sequence[int]) -> PairBatch:
+    """Those of the pairs, padded to the longest answer of them."""
+    rows = [side[number] for side in (pairs.chosen, pairs.rejected) for number in numbers]
+    return PairBatch(make_batch(rows, max(len(row.tokens) for row in rows)), numbers)
 
 
 def pair_scores(model: nn.Module, batch: PairBatch, head: OutputHead | None) -> PairScores:
@@ -133,20 +135,26 @@ def pair_scores(model: nn.Module, batch: PairBatch, head: OutputHead | None) -> 
                     hidden[i : i + 1, part], targets[i : i + 1, part], weights[i : i + 1, part]
                 )
             )
-    log_p, tokens = -mx.stack(sums), mx.sum(weights, axis=1)
-    n = batch.pairs
-    return PairScores(log_p[:n], log_p[n:], tokens[:n], tokens[n:])
+    return _of_sides(-mx.stack(sums), mx.sum(weights, axis=1))
 
 
-def reference_of(batch: PairBatch) -> Reference | None:
-    if batch.reference is None:
-        return None
-    return Reference(mx.array(batch.reference[:, 0]), mx.array(batch.reference[:, 1]))
+def measured_scores(model: nn.Module, batch: PairBatch, head: OutputHead | None) -> PairScores:
+    """`pair_scores` but for rounding, evaluated; half the work of the head is for gradients."""
+    log_p = answer_log_p(model, batch.rows, head).sum(axis=1)
+    return _of_sides(mx.array(log_p), mx.array(batch.rows.target_weights.sum(axis=1)))
+
+
+def _of_sides(log_p: mx.array, tokens: mx.array) -> PairScores:
+    return PairScores(*mx.split(log_p, 2), *mx.split(tokens, 2))
 
 
 class PairGradients:
     """Loss and gradients of the mean over all pairs of several batches, which the processes of a
     group share. Law: the bytes of one process.
+
+    start: what the reference is, or None for a loss without one. known: (2, n) float32, what it
+        gives the chosen and the rejected answer of each pair; NaN where that was not needed yet,
+        and filled in where it is.
     """
 
     def __init__(
@@ -155,17 +163,46 @@ class PairGradients:
         loss: PairLoss,
         head: OutputHead | None,
         group: mx.distributed.Group | None = None,
+        start: StartingModel | None = None,
+        known: np.ndarray | None = None,
     ) -> None:
         self.model, self.loss, self.head, self.group = model, loss, head, group
+        self.start, self.known = start, known
 
-        def loss_of(batch: PairBatch, share: float) -> mx.array:
+        def loss_of(batch: PairBatch, share: float, reference: Reference | None) -> mx.array:
             scores = pair_scores(model, batch, head)
-            return share * mx.mean(self.loss(scores, reference_of(batch)))
+            return share * mx.mean(self.loss(scores, reference))
 
         self._function = nn.value_and_grad(model, loss_of)
 
     def __call__(self, batches: Sequence[Any], seed: int, step: int) -> StepGradients:
-        pairs = sum(batch.pairs for batch in batches)
-        parts = [(batch, batch.pairs / pairs) for batch in batches]
-        loss, gradients = added_up(self.model, self._function, parts, f"{seed}/{step}", self.group)
+        numbers = [number for batch in batches for number in batch.numbers]
+
+        def of_batch(batch: PairBatch, end: int) -> Any:
+            # of all pairs, since they are added up like gradients: 0 but for these
+            found = np.zeros((2, len(numbers)), np.float32)
+            own, reference = found[:, end - batch.pairs : end], None
+            with nullcontext() if self.start is None else self.start.sharing():
+                if self.known is not None:
+                    own[:] = self._reference(batch)
+                    reference = Reference(*map(mx.array, own))
+                share = batch.pairs / len(numbers)
+                loss, gradients = self._function(batch, share, reference)
+            return loss, gradients, mx.array(found)
+
+        ends = accumulate(batch.pairs for batch in batches)
+        parts = list(zip(batches, ends, strict=True))
+        key = f"{seed}/{step}"
+        loss, gradients, found = added_up(self.model, of_batch, parts, key, self.group)
+        if self.known is not None:
+            self.known[:, numbers] = np.array(found)
         return StepGradients(loss, {}, gradients)
+
+    def _reference(self, batch: PairBatch) -> np.ndarray:
+        """(2, n) of its pairs."""
+        assert self.known is not None
+        known = self.known[:, batch.numbers]
+        if self.start is not None and np.isnan(known).any():
+            found = self.start.log_p(batch.rows).sum(axis=1).reshape(2, -1)
+            known = np.where(np.isnan(known), found, known)
+        return known

@@ -125,17 +125,39 @@ def sums_at(
     return head.sum_by_pieces(sums, hidden.reshape(-1, hidden.shape[-1])[places], *arrays)
 
 
+def token_log_p(logits: mx.array, targets: mx.array) -> mx.array:
+    """Logits (..., V), targets (...) int -> log-probabilities (...), float32."""
+    return -nn.losses.cross_entropy(logits.astype(mx.float32), targets)
+
+
+def answer_log_p(model: nn.Module, rows: Batch, head: OutputHead | None) -> np.ndarray:
+    """(n, T - 1) float32: log-probability of each target that has weight, 0 elsewhere."""
+    inputs, targets = mx.array(rows.inputs), mx.array(rows.targets)
+    found = np.zeros(rows.targets.shape, np.float32)
+    if head is None:
+        return np.array(token_log_p(call_model(model, inputs)[0], targets)) * rows.target_weights
+    hidden, _ = head.hidden_states(call_model, model, inputs)
+    mx.eval(hidden)
+    for i, counted in enumerate(rows.target_weights > 0):
+        places = np.flatnonzero(counted)
+        for start in range(0, len(places), head.piece_tokens):
+            some = mx.array(places[start : start + head.piece_tokens])
+            log_p = token_log_p(head(hidden[i, some]), targets[i, some])
+            found[i, places[start : start + head.piece_tokens]] = np.array(log_p)
+    return found
+
+
 def added_up(
     model: nn.Module,
-    function: Callable[[Any, float], Any],
-    parts: Sequence[tuple[Any, float]],
+    function: Callable[[Any, Any], Any],
+    parts: Sequence[tuple[Any, Any]],
     key: str | None = None,
     group: mx.distributed.Group | None = None,
 ) -> Any:
     """The sum of `function(batch, share)` over (batch, share), as `added_in_order`.
 
-    Each batch has `rows` with target weights. key: what dropout and noise draw with is made of it
-    and of the batch's place; None turns them off.
+    Each batch has `rows` with target weights. share: whatever `function` takes. key: what dropout
+    and noise draw with is made of it and of the batch's place; None turns them off.
     """
 
     def part_at(place: int) -> Any:

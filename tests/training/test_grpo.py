@@ -20,11 +20,11 @@ from mlxstacks.training.grpo import (
     GroupGradients,
     GroupObjective,
     advantages,
-    answer_log_p,
     group_rows,
     group_sums,
     sample_answers,
 )
+from mlxstacks.training.step import answer_log_p
 from tests.tiny_models import VOCAB_SIZE
 from tests.training.tiny import hybrid_model, with_lora
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from mlxstacks.data import Row
+from mlxstacks.data import EncodedPairs, Row
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.training.preference import (
     PairBatch,
@@ -21,6 +21,7 @@ from mlxstacks.training.preference import (
     Reference,
     dpo_loss,
     log_odds_ratio,
+    measured_scores,
     orpo_loss,
     pair_batch,
     pair_scores,
@@ -81,10 +82,12 @@ def rows(count: int, seed: int) -> list[Row]:
     ]
 
 
-def batch_of(start: int, stop: int, width: int = 8) -> PairBatch:
-    chosen, rejected = rows(6, 1)[start:stop], rows(6, 2)[start:stop]
-    reference = np.linspace(-3, -1, 12, dtype=np.float32).reshape(6, 2)[start:stop]
-    return pair_batch(chosen, rejected, width, reference)
+PAIRS = EncodedPairs(rows(6, 1), rows(6, 2), 0, 0)
+KNOWN = np.linspace(-3, -1, 12, dtype=np.float32).reshape(2, 6)
+
+
+def batch_of(start: int, stop: int) -> PairBatch:
+    return pair_batch(PAIRS, range(start, stop))
 
 
 def test_scores_in_pieces_are_those_of_all_logits() -> None:
@@ -93,10 +96,14 @@ def test_scores_in_pieces_are_those_of_all_logits() -> None:
     head, _ = find_output_head(model)
     assert head is not None
     batch = batch_of(0, 6)
-    for whole, pieces in zip(
-        pair_scores(model, batch, None), pair_scores(model, batch, head), strict=True
-    ):
-        assert mx.allclose(whole, pieces, atol=1e-5).item()
+    whole = pair_scores(model, batch, None)
+    others = (
+        pair_scores(model, batch, head),
+        *(measured_scores(model, batch, h) for h in (None, head)),
+    )
+    for other in others:
+        for one, same in zip(whole, other, strict=True):
+            assert mx.allclose(one, same, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("loss", [dpo_loss(0.3), orpo_loss(0.3)])
@@ -106,8 +113,9 @@ def test_pairs_in_parts_give_the_gradients_of_one_batch(loss: Any, in_pieces: bo
     model.out.freeze()
     head = find_output_head(model)[0] if in_pieces else None
     assert (head is not None) == in_pieces
-    whole = PairGradients(model, loss, None)([batch_of(0, 6)], 0, 0)
-    parts = PairGradients(model, loss, head)([batch_of(0, 4), batch_of(4, 6, 12)], 0, 0)
+    whole = PairGradients(model, loss, None, known=KNOWN)([batch_of(0, 6)], 0, 0)
+    in_two = [batch_of(0, 4), batch_of(4, 6)]
+    parts = PairGradients(model, loss, head, known=KNOWN)(in_two, 0, 0)
     assert parts.loss.item() == pytest.approx(whole.loss.item(), rel=1e-5)
     for (name, one), (other_name, other) in zip(
         tree_flatten(whole.gradients), tree_flatten(parts.gradients), strict=True

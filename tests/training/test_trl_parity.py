@@ -19,11 +19,10 @@ from mlxstacks.training.grpo import (
     GroupBatch,
     GroupGradients,
     GroupObjective,
-    answer_log_p,
     group_rows,
 )
 from mlxstacks.training.preference import PairBatch, PairGradients, dpo_loss, orpo_loss
-from mlxstacks.training.step import StepGradients
+from mlxstacks.training.step import StepGradients, answer_log_p
 
 TRL = mx.load(str(Path(__file__).parents[1] / "fixtures" / "trl.safetensors"))
 PROMPT, BETA, CLIP = 4, 0.3, 0.2
@@ -56,12 +55,12 @@ def rows() -> GroupBatch:
 def dpo() -> StepGradients:
     group = rows()
     sums = np.array(TRL["reference"]).sum(axis=1)
-    batch = PairBatch(group.rows, np.stack([sums[:2], sums[2:]], axis=1))
-    return PairGradients(Bigram("model"), dpo_loss(BETA), None)([batch], 0, 1)
+    batch, known = PairBatch(group.rows, [0, 1]), sums.reshape(2, 2)
+    return PairGradients(Bigram("model"), dpo_loss(BETA), None, known=known)([batch], 0, 1)
 
 
 def orpo() -> StepGradients:
-    batch = PairBatch(rows().rows, None)
+    batch = PairBatch(rows().rows, [0, 1])
     return PairGradients(Bigram("model"), orpo_loss(BETA), None)([batch], 0, 1)
 
 

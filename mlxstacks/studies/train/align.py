@@ -2,22 +2,17 @@
 ones, by DPO or ORPO.
 
 It is a run of `train` on pairs, with safeguards. The reference of DPO is the model at its starting
-weights, whose log-probabilities are computed once, before the first step, and kept in the work
-directory: there is no second copy of the model.
+weights; what it gives a pair is computed in the step that first meets it, and kept in the state.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.base_model import load_arrays, save_arrays
-from mlxstacks.data import EncodedPairs
 from mlxstacks.errors import InputError
-from mlxstacks.files.disk import mlx_write_errors
 from mlxstacks.processes import size_and_rank
 from mlxstacks.stats import mean_interval, share
 from mlxstacks.studies.train.grpo import GrpoRun
@@ -27,24 +22,21 @@ from mlxstacks.studies.train.safeguarded import SafeguardedRun, safeguards_table
 from mlxstacks.studies.train.setup import StackOfStore
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import plain, run_id, work_path
-from mlxstacks.training.batches import choose_widths
-from mlxstacks.training.loop import Record, TrainingState, arrays_sha256
+from mlxstacks.study.run_directory import plain
+from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.modes import evaluating
 from mlxstacks.training.preference import (
     PairBatch,
     PairGradients,
     PairScores,
+    Reference,
     dpo_loss,
+    measured_scores,
     orpo_loss,
     pair_batch,
-    pair_scores,
-    reference_of,
     rewards,
 )
 from mlxstacks.training.settings import AlignSettings
-
-REFERENCE = "reference.safetensors"
 
 
 def run(
@@ -158,102 +150,45 @@ class AlignRun(SafeguardedRun):
         assert setup.pairs is not None
         self.pairs, self.held = setup.pairs
         self.loss = (dpo_loss if settings.method == "dpo" else orpo_loss)(settings.strength)
-        self.reference = self._reference() if settings.method == "dpo" else None
-        return super()._hooks(state) | {
-            "gradients": PairGradients(self.model, self.loss, self.head, self.group)
-        }
+        self.reference = state.reference
+        known = None
+        if self.start is not None:
+            unknown = np.full((2, len(self.pairs.chosen)), np.nan, np.float32)
+            known = self.reference.setdefault("train", unknown)
+        gradients = PairGradients(self.model, self.loss, self.head, self.group, self.start, known)
+        return super()._hooks(state) | {"gradients": gradients}
 
     def _batch(self, rows: list[int], width: int) -> PairBatch:
-        sides = self.pairs.chosen, self.pairs.rejected
-        chosen, rejected = ([side[i] for i in rows] for side in sides)
-        reference = None if self.reference is None else self.reference["train"][rows]
-        return pair_batch(chosen, rejected, width, reference)
+        return pair_batch(self.pairs, rows)  # no step is compiled, for a few widths
 
     def _validation_loss(self, model: Any) -> float:
         self._say("validating")
-        reference = None if self.reference is None else self.reference["validation"]
-        loss = nll = tokens = 0.0
-        likelier, margins = 0, list[float]()
-        for batch, scores in self._scored(self.held, reference):
-            of_batch = reference_of(batch)
-            loss += mx.sum(self.loss(scores, of_batch)).item()
-            if of_batch is not None:
-                margins += rewards(scores, of_batch, self.options.strength).tolist()
-            good = scores.chosen / scores.chosen_tokens
-            likelier += int(mx.sum(good > scores.rejected / scores.rejected_tokens).item())
-            nll -= mx.sum(scores.chosen).item()
-            tokens += mx.sum(scores.chosen_tokens).item()
-        n = len(self.held.chosen)
+        scores, reference, margins = self._scores(), None, list[float]()
+        if self.start is not None:
+            # the first validation is that of the start
+            now = np.array([scores.chosen, scores.rejected])
+            reference = Reference(*map(mx.array, self.reference.setdefault("validation", now)))
+            margins = rewards(scores, reference, self.options.strength).tolist()
+        loss = mx.mean(self.loss(scores, reference)).item()
+        chosen = scores.chosen / scores.chosen_tokens
+        likelier = mx.sum(chosen > scores.rejected / scores.rejected_tokens).item()
+        nll = -(mx.sum(scores.chosen) / mx.sum(scores.chosen_tokens)).item()
         measured: dict[str, Any] = {
             "margin": None, "margin_low": None, "margin_high": None, "likelier": likelier,
-            "chosen_nll": nll / tokens,
+            "chosen_nll": nll,
         }  # fmt: skip
         if margins and math.isfinite(sum(margins)):
             margin = mean_interval(margins)
             measured |= {
                 "margin": margin.mean, "margin_low": margin.low, "margin_high": margin.high
             }  # fmt: skip
-        return self._validated(measured, loss / n)
+        return self._validated(measured, loss)
 
-    # --- the reference ----------------------------------------------------------------------------
-
-    def _scored(
-        self, pairs: EncodedPairs, reference: np.ndarray | None
-    ) -> "Sequence[tuple[PairBatch, PairScores]]":
-        """Batches of pairs in their order, and what the model as it is gives them."""
-        size = self.settings.batch_size
-        scored = []
+    def _scores(self) -> PairScores:
+        """Of all held-out pairs, by the model as it is."""
+        each, n, found = self.settings.batch_size, len(self.held.chosen), []
         with evaluating(self.model):
-            for start in range(0, len(pairs.chosen), size):
-                part = slice(start, start + size)
-                rows = pairs.chosen[part], pairs.rejected[part]
-                longest = max(len(row.tokens) for side in rows for row in side)
-                (width, *_) = choose_widths([longest], self.settings.max_seq_length)
-                batch = pair_batch(*rows, width, None if reference is None else reference[part])
-                scores = pair_scores(self.model, batch, self.head)
-                mx.eval(scores)
-                scored.append((batch, scores))
-        return scored
-
-    def _reference(self) -> dict[str, np.ndarray]:
-        """(n, 2) float32 of each part: computed at the start, read by a resumed run."""
-        path = work_path(self.target) / REFERENCE
-        if self.resumed_from:
-            return self._read_reference(path)
-        self._say("scoring the answers at the start")
-        plan, each = self.setup.plan, self.settings.grad_accumulation_steps
-        batches = map(plan.batch, range(self.setup.optimizer.steps * each))
-        met = sorted({row for rows, _ in batches for row in rows})
-        of_training = EncodedPairs(
-            [self.pairs.chosen[i] for i in met], [self.pairs.rejected[i] for i in met], 0, 0
-        )
-        # NaN for pairs that the run does not come to
-        arrays = {"train": np.full((len(self.pairs.chosen), 2), np.nan, np.float32)}
-        arrays["train"][met] = self._scores_at_start(of_training)
-        arrays["validation"] = self._scores_at_start(self.held)
-        if self.work is not None:
-            stored = {name: mx.array(array) for name, array in arrays.items()}
-            about = {"run_id": run_id(self.identity)}
-            about["sha256"] = arrays_sha256(stored, about)
-            temporary = path.with_name(f".{path.name}.tmp.safetensors")
-            with mlx_write_errors(path):
-                save_arrays(temporary, stored, about)
-            temporary.replace(path)
-        return arrays
-
-    def _scores_at_start(self, pairs: EncodedPairs) -> np.ndarray:
-        columns = [(s.chosen, s.rejected) for _, s in self._scored(pairs, None)]
-        both = [mx.concatenate(side) for side in zip(*columns, strict=True)]
-        return np.array(mx.stack(both, axis=1))
-
-    def _read_reference(self, path: Path) -> dict[str, np.ndarray]:
-        again = "give --no-resume to start again"
-        try:
-            stored, about = load_arrays(path)
-            mx.eval(stored)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise InputError(f"{path}: missing or damaged ({error}); {again}") from None
-        digest = about.pop("sha256", None)
-        if digest != arrays_sha256(stored, about) or about.get("run_id") != run_id(self.identity):
-            raise InputError(f"{path}: not what this run wrote; {again}")
-        return {name: np.array(array) for name, array in stored.items()}
+            for start in range(0, n, each):
+                batch = pair_batch(self.held, range(start, min(start + each, n)))
+                found.append(measured_scores(self.model, batch, self.head))
+        return PairScores(*(mx.concatenate(part) for part in zip(*found, strict=True)))

@@ -1,20 +1,17 @@
 """`mlxstacks align --method grpo`: a LoRA, or a stack, trained on rewards of answers that the model
 draws.
 
-The reference is the model at its starting weights, which are small: they are put in for a pass over
-the answers, and taken out again. No noise and no dropout, neither in drawing nor in scoring: a
+No noise and no dropout, neither in drawing nor in scoring: a
 ratio of probabilities would otherwise be wrong.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_unflatten
 
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.stats import mean_interval
@@ -32,13 +29,12 @@ from mlxstacks.training.grpo import (
     GroupGradients,
     GroupObjective,
     advantages,
-    answer_log_p,
     group_rows,
     sample_answers,
 )
-from mlxstacks.training.loop import Record, TrainingState, trainable_weights
+from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.step import random_key
+from mlxstacks.training.step import answer_log_p, random_key
 
 
 def grpo_result(report: TrainReport) -> Result:
@@ -146,7 +142,6 @@ class GrpoRun(SafeguardedRun):
         self.tokenizer = self.setup.tokenizer
         self.end_tokens = sorted(self.tokenizer.eos_token_ids)
         self.prompts, self.held = self.setup.prompts
-        self.start = trainable_weights(self.model)
         self.groups: list[GroupBatch] = []
         self.counts = {"answers": 0, "answer_tokens": 0, "groups": 0, "flat_groups": 0}
         self.drawing_seconds = 0.0
@@ -156,7 +151,7 @@ class GrpoRun(SafeguardedRun):
 
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         objective = GroupObjective(self.options.clip, self.options.strength)
-        gradients = GroupGradients(self.model, objective, self.head)
+        gradients = GroupGradients(self.model, objective, self.head, self.start)
         return super()._hooks(state) | {"gradients": gradients}
 
     # --- answers ----------------------------------------------------------------------------------
@@ -206,31 +201,14 @@ class GrpoRun(SafeguardedRun):
                     self.counts["groups"] += 1
                     self.counts["flat_groups"] += not better.any()
                     groups.append(GroupBatch(rows, np.asarray(rewards, np.float32), better))
-            old: list[np.ndarray | None] = [None] * len(groups)
             if settings.updates > 1:
-                old = [answer_log_p(self.model, g.rows, self.head) for g in groups]
-            reference: list[np.ndarray | None] = [None] * len(groups)
-            if settings.strength > 0:
-                with self._at_start():
-                    reference = [answer_log_p(self.model, g.rows, self.head) for g in groups]
-        return [
-            GroupBatch(group.rows, group.rewards, group.advantages, of_start, before)
-            for group, of_start, before in zip(groups, reference, old, strict=True)
-        ]
+                for group in groups:
+                    group.old = answer_log_p(self.model, group.rows, self.head)
+        return groups
 
     def _width(self, prompt: Sequence[int], answers: Sequence[Answer]) -> int:
         longest = len(prompt) + max(len(answer.tokens) for answer in answers)
         return choose_widths([longest], self.settings.max_seq_length)[-1]
-
-    @contextmanager
-    def _at_start(self) -> Iterator[None]:
-        """The starting weights, for the length of a block."""
-        now = trainable_weights(self.model)
-        self.model.update(tree_unflatten(list(self.start.items())))
-        try:
-            yield
-        finally:
-            self.model.update(tree_unflatten(list(now.items())))
 
     # --- validation -------------------------------------------------------------------------------
 

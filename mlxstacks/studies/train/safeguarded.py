@@ -14,7 +14,8 @@ from mlxstacks.studies.train.report import TrainReport
 from mlxstacks.studies.train.run import TrainRun
 from mlxstacks.study.document import Columns, Table, counted
 from mlxstacks.study.result import Result
-from mlxstacks.training.loop import Record, TrainingState
+from mlxstacks.training.loop import Record, TrainingState, trainable_weights
+from mlxstacks.training.reference import StartingModel
 from mlxstacks.training.safeguards import Safeguards
 from mlxstacks.training.settings import AlignSettings
 
@@ -88,6 +89,9 @@ class SafeguardedRun(TrainRun):
         if self.setup.active is not None:
             self.setup.active.begin(self._say)
             mx.reset_peak_memory()
+        compares = self.options.method != "orpo" and self.options.strength > 0
+        weights = trainable_weights(self.model)
+        self.start = StartingModel(self.model, self.head, weights) if compares else None
 
     def _hooks(self, state: TrainingState) -> dict[str, Any]:
         self.start_losses = state.validation[0] if state.validation else None

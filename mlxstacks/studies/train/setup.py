@@ -668,12 +668,13 @@ def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> G
     longest = max(setup.plan.widths)
     rows = min(settings.batch_size, len(setup.train.rows)) * (1 if setup.pairs is None else 2)
     parts = settings.grad_accumulation_steps
-    drawing = {}
-    if setup.prompts is not None and isinstance(settings, AlignSettings):
-        # one group after the other
-        rows, parts = settings.group_size, parts * settings.batch_size
+    of_align = {}
+    if isinstance(settings, AlignSettings) and settings.method != "orpo":
         # the best weights are kept, and those of the start
-        drawing = {"decode_tokens": longest, "decode_batch": rows, "adapter_copies": 2}
+        of_align = {"adapter_copies": 2}
+        if settings.method == "grpo":  # one group after the other
+            rows, parts = settings.group_size, parts * settings.batch_size
+            of_align |= {"decode_tokens": longest, "decode_batch": rows}
     of_step = {"batch_size": rows, "grad_accumulation_steps": parts}
     settings = settings.model_copy(update=of_step)
     if setup.active is not None:
@@ -684,7 +685,7 @@ def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> G
             validates=setup.validation is not None, processes=processes,
             in_float32=setup.float32_base,
         )  # fmt: skip
-    return guard(asked.model_copy(update=drawing))
+    return guard(asked.model_copy(update=of_align))
 
 
 def _refusal(report: GuardReport) -> str:

@@ -17,6 +17,7 @@ from mlxstacks.studies.train import run as train_run
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.loop import NonFiniteError
+from mlxstacks.training.reference import StartingModel
 from mlxstacks.training.settings import AlignSettings, SafeguardSettings
 from tests.studies.train_cases import WORDS, settings_for, write_data, write_rows, write_tiny_model
 
@@ -75,58 +76,41 @@ def test_the_chosen_answers_become_likelier(
     assert len(read_adapter(target).modules) == result.data["modules"]
 
 
+@pytest.mark.parametrize("stop", [2, 5, 8])
 def test_a_stopped_run_resumes_to_the_same_bytes(
-    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
-    align.run(settings_of(places, tmp_path / "whole", save_every=1))
+    """Before, at and after the sixth step, from which on pairs were met before. What the start gave
+    them is not computed again.
+    """
+    write_rows(tmp_path / "pairs" / "train.jsonl", pairs(20)[:12])
+    write_rows(tmp_path / "pairs" / "valid.jsonl", pairs(8))
+    places = places[0], tmp_path / "pairs"
+    align.run(settings_of(places, tmp_path / "whole", save_every=1, iters=10, dropout=0.0))
     whole, step = weights(tmp_path / "whole"), train_run.TrainRun._on_step
 
     def stops(self: Any, state: Any, record: Any) -> None:
         step(self, state, record)
-        if state.step == 5:
+        if state.step == stop:
             raise KeyboardInterrupt
 
     target = tmp_path / "out"
-    stopped = settings_of(places, target, save_every=1)
+    stopped = settings_of(places, target, save_every=1, iters=10, dropout=0.0)
     with monkeypatch.context() as patched:
         patched.setattr(train_run.TrainRun, "_on_step", stops)
         with pytest.raises(KeyboardInterrupt):
             align.run(stopped)
-    calls: list[Any] = []
-    monkeypatch.setattr(align.AlignRun, "_scored", counted(align.AlignRun._scored, calls))
+    scored, log_p = list[Any](), StartingModel.log_p
+
+    def noted(self: Any, rows: Any) -> Any:
+        scored.append(len(rows.tokens) // 2)
+        return log_p(self, rows)
+
+    monkeypatch.setattr(StartingModel, "log_p", noted)
     result = align.run(stopped)
-    assert result.data["resumed_from_step"] == 5
+    assert result.data["resumed_from_step"] == stop
     assert weights(target) == whole
-    assert all(reference is not None for reference in calls)  # scored for validation alone
-
-
-def counted(function: Any, calls: list[Any]) -> Any:
-    def call(self: Any, pairs: Any, reference: Any) -> Any:
-        calls.append(reference)
-        return function(self, pairs, reference)
-
-    return call
-
-
-def test_a_changed_reference_is_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
-    target = tmp_path / "out"
-
-    step = train_run.TrainRun._on_step
-
-    def stop(self: Any, state: Any, record: Any) -> None:
-        step(self, state, record)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(train_run.TrainRun, "_on_step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            align.run(settings_of(places, target, save_every=1))
-    path = work_path(target) / align.REFERENCE
-    arrays, about = mx.load(str(path), return_metadata=True)
-    mx.save_safetensors(str(path), {name: array + 1 for name, array in arrays.items()}, about)
-    with pytest.raises(InputError, match=r"reference.safetensors: not what this run wrote"):
-        align.run(settings_of(places, target, save_every=1))
-    align.run(settings_of(places, target, resume=False, iters=2))
+    assert sum(scored) == max(0, 12 - 2 * stop)
 
 
 def test_a_reward_a_million_times_too_large_leaves_the_best_snapshot(
@@ -170,7 +154,7 @@ def align_gradients(found: Any, factor: float) -> Any:
 def test_a_rising_loss_of_the_chosen_answers_ends_the_run(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = align.pair_scores
+    real = align.measured_scores
     calls = [0]
 
     def worse(model: Any, batch: Any, head: Any) -> Any:
@@ -178,7 +162,7 @@ def test_a_rising_loss_of_the_chosen_answers_ends_the_run(
         scores = real(model, batch, head)
         return scores._replace(chosen=scores.chosen - 0.01 * calls[0] * scores.chosen_tokens)
 
-    monkeypatch.setattr(align, "pair_scores", worse)
+    monkeypatch.setattr(align, "measured_scores", worse)
     limits = SafeguardSettings(max_nll_rise=0.02)
     result = align.run(settings_of(places, tmp_path / "out", safeguards=limits))
     assert "rose by more than 0.02 nats per token" in result.verdict
