@@ -63,6 +63,9 @@ def plain_names(columns: Iterable[Column]) -> list[str]:
     return names
 
 
+_ROUNDING = 1e-9
+
+
 class Table(_Part):
     """The first column names the row. folded: a page shows it on a click, a console not at all."""
 
@@ -109,13 +112,12 @@ class Table(_Part):
 
 
 def _is_impossible(kind: Kind, cell: Cell) -> bool:
-    """A p beyond 0 to 1, half a thing counted, an interval whose ends are the wrong way round."""
+    """A p beyond 0 to 1, or an interval whose ends are the wrong way round; rounding is neither."""
     if isinstance(cell, tuple):
         low, high = cell[-2:]
-        return low > high
-    if not isinstance(cell, int | float) or not math.isfinite(cell):
-        return False
-    return (kind == "p" and not 0 <= cell <= 1) or (kind == "count" and cell != int(cell))
+        return low > high and not math.isclose(low, high, abs_tol=_ROUNDING)
+    is_p = kind == "p" and isinstance(cell, int | float) and math.isfinite(cell)
+    return is_p and not -_ROUNDING <= cell <= 1 + _ROUNDING  # type: ignore[operator]
 
 
 Estimate = Mapping[str, Any]
