@@ -129,6 +129,8 @@ def _load_adapter(
         hint = f"; {last} is of a training that has not finished: copy it to {WEIGHTS}"
     elif (directory / CONFIG).is_file() and not hint:
         hint = f"; {CONFIG} is there: its training has not finished, or the weights were not copied"
+    elif (directory / "manifest.json").is_file() and not hint:
+        hint = "; it is a store, of which `mlxstacks stacks export` makes adapters"
     raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT){hint}")
 
 

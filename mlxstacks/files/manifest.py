@@ -20,7 +20,7 @@ from mlxstacks.files.strict_json import (
     read_object,
 )
 
-FOLDERS = ("stacks", "splits", "shared", "routers")
+FOLDERS = ("stacks", "splits", "shared", "routers", "blocks")
 
 MatrixMode = Literal["ungated", "prefix", "isolated"]
 Matrix = dict[MatrixMode, dict[str, dict[str, float]]]
@@ -64,8 +64,9 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class StackRecord:
-    """One frozen stack. loss_before, loss_after: validation loss of its round; None: not measured
-    (imported). shared_sha256: the file of `Manifest.shared` that it needs.
+    """One frozen stack, or the capability block of a domain. loss_before, loss_after: validation
+    loss of its round; None: not measured (imported). shared_sha256: the file of `Manifest.shared`
+    that it needs.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -78,6 +79,10 @@ class StackRecord:
     loss_before: float | None
     loss_after: float | None
     shared_sha256: Sha256 | None = None
+
+    @property
+    def is_block(self) -> bool:
+        return self.file.file.startswith("blocks/")
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,11 @@ class Manifest(VersionedRecord):
     def stacks(self) -> tuple[StackRecord, ...]:
         """Every stack, enabled or not, in order."""
         return tuple(stack for domain in self.domains for stack in domain.stacks)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether capability blocks stand in the place of stacks."""
+        return any(stack.is_block for stack in self.stacks)
 
     def enabled_stacks(self) -> list[StackRecord]:
         """The stacks that are served, in order."""
@@ -226,7 +236,8 @@ class Manifest(VersionedRecord):
         for stack in self.stacks:
             if stack.shared_sha256 is not None and stack.shared_sha256 not in shared:
                 yield f"stack {stack.name}: its shared file {stack.shared_sha256[:12]} is not named"
-        folders = [("stacks", stack.file) for stack in self.stacks]
+        kind = "blocks" if self.holds_blocks else "stacks"
+        folders = [(kind, stack.file) for stack in self.stacks]
         folders += [("splits", domain.split) for domain in self.domains if domain.split]
         folders += [("shared", record) for record in self.shared]
         folders += [("routers", self.router)] if self.router else []

@@ -219,6 +219,8 @@ def check_router(header: RouterHeader, store: HasManifest) -> list[str]:
         served, which would be weighted for what it is not.
     """
     manifest, train = store.manifest, command_line("mlxstacks route train", store.path)
+    if manifest.holds_blocks:
+        train = "mlxstacks psn blocks"
     if header.base_fingerprint != manifest.base_fingerprint:
         raise StoreError(
             f"{store.path}: the router was trained on {header.base_model} with fingerprint "

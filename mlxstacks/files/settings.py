@@ -259,15 +259,19 @@ class StacksRetrainSettings(_StoreSettings):
 
 
 class StacksExportSettings(_StoreSettings):
-    """Write a stack of one expert as an adapter."""
+    """Write a stack of one expert as an adapter, or a domain as a store of its own."""
 
     stack: str | None = Field(
-        None, description="Stack to export: its name, or a domain with one stack."
+        None,
+        description="Stack to export: its name, or a domain with one stack. With --to store: a "
+        "domain; default: all of them, and the router.",
     )
     save_path: str | None = Field(
         None, description="Output directory. Default: ./mlxstacks-out/stacks-export."
     )
-    to: Literal["mlx", "peft"] = Field("mlx", description="Output format: mlx (mlx-lm) or peft.")
+    to: Literal["mlx", "peft", "store"] = Field(
+        "mlx", description="Output format: mlx (mlx-lm), peft, or store."
+    )
     base_model_name: str | None = Field(
         None, description="Base to record in the adapter: hub id or path. Default: the store's."
     )

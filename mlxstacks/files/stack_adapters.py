@@ -1,4 +1,5 @@
-"""`mlxstacks stacks export | import`: a stack of one expert is a LoRA, in another layout.
+"""`mlxstacks stacks export | import`: a stack of one expert is a LoRA, in another layout; and any
+domain a store of its own.
 
     adapter (lora_modules.py)                     stack (stack_file.py), E = 1
     dense   lora_a (K, R)     lora_b (R, N)       linear      (1, R, K)  (1, N, R)
@@ -13,12 +14,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 
 from mlxstacks import __version__
-from mlxstacks.errors import AdapterError, InputError
+from mlxstacks.errors import AdapterError, InputError, StoreError
 from mlxstacks.files.adapter_commands import adapter_format
 from mlxstacks.files.adapters import (
     WEIGHTS,
@@ -40,10 +42,17 @@ from mlxstacks.files.manifest import (
     check_name,
     stack_name,
 )
+from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.peft_export import alpha_for, write_peft
 from mlxstacks.files.peft_layout import is_embedding_name, is_router_name
-from mlxstacks.files.settings import AdapterFormat, StacksExportSettings, StacksImportSettings
+from mlxstacks.files.settings import (
+    AdapterFormat,
+    StacksExportSettings,
+    StacksImportSettings,
+    StacksVerifySettings,
+)
+from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.files.stack_file import (
     ProjectionShape,
     StackFile,
@@ -53,20 +62,24 @@ from mlxstacks.files.stack_file import (
     raw_numbers,
 )
 from mlxstacks.files.store import Store, base_name, remember_places
-from mlxstacks.files.store_commands import Status, open_store
+from mlxstacks.files.store_commands import Status, company_notes, open_store, part_of
+from mlxstacks.files.store_files import MANIFEST, file_of
+from mlxstacks.files.store_verify import verify_store
 from mlxstacks.files.strict_json import JsonObject
 from mlxstacks.ops.affine import Array, from_storage, to_storage
 
 
 @dataclass(frozen=True)
 class Exported:
-    """An adapter written from a stack. copies: pairs that are repeated for every base expert."""
+    """An adapter written from a stack, or a store. copies: pairs that are repeated for every base
+    expert. modules: of an adapter.
+    """
 
     status: Status
     store_path: str
     stack: str
     save_path: str
-    format: AdapterFormat
+    format: AdapterFormat | Literal["store"]
     modules: int
     parameters: int
     copies: int
@@ -74,19 +87,28 @@ class Exported:
 
 
 def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Exported:
-    """Write a stack of one expert as an adapter.
+    """Write a stack of one expert as an adapter, or domains as a store.
 
-    Law: importing it again gives a stack with equal deltas (bit for bit but for the form `shared`).
-    Raises: InputError for a stack with a token router or latent projections, with the reason;
-        StoreError for a damaged file; TargetError as `write_adapter`.
+    Law: importing it again gives a stack with equal deltas (bit for bit but for the form `shared`);
+        the files of a store are the same bytes.
+    Raises: InputError for a stack with a token router or latent projections, or a capability block,
+        with the reason; StoreError for a damaged file; TargetError as `write_adapter`.
     """
     store = open_store(settings.store_path)
-    record = _named_stack(store, settings.stack)
+    record = None if settings.to == "store" else _named_stack(store, settings.stack)
     if settings.save_path is None:
         raise InputError("no target given: mlxstacks stacks export STORE STACK OUT")
     target = user_path(settings.save_path)
     if target.resolve().is_relative_to(store.path):
         raise InputError(f"{target}: lies inside the store; choose a directory outside of it")
+    if record is None:
+        return _export_store(store, settings, target, dry_run)
+    if record.is_block:
+        raise InputError(
+            f"{record.name} is a capability block: decoder layers of its own, from the embeddings "
+            "to the base's output. No weight of the base can take it in, so it is neither fused "
+            "nor an adapter; --to store writes it as a store"
+        )
     stack = store.read_stack(record)
     base = settings.base_model_name or store.manifest.base_model
     adapter = adapter_of(stack, store.path, base)
@@ -112,6 +134,39 @@ def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Expor
         parameters=sum(module.parameters for module in adapter.modules.values()),
         copies=sum(p.form == "shared" for p in stack.header.projections.values()),
         notes=(note,) if below else (),
+    )
+
+
+def _export_store(
+    store: Store, settings: StacksExportSettings, target: Path, dry_run: bool
+) -> Exported:
+    manifest = store.manifest
+    if settings.stack is not None:
+        manifest = part_of(manifest, [settings.stack])
+    records = list(manifest.files())
+    if not dry_run:
+        needed = sum(record.nbytes for record in records)
+        with staged_directory(target, force=settings.force, needed_bytes=needed) as staged:
+            for record in records:
+                (staged / record.file).parent.mkdir(exist_ok=True)
+                clone_or_link(file_of(store.path, record), staged / record.file)
+            write_json(staged / MANIFEST, manifest.document(), sort_keys=True)
+            if problems := verify_store(StacksVerifySettings(store_path=str(staged))).problems:
+                listed = ", ".join(sorted({problem.file for problem in problems}))
+                raise StoreError(f"{store.path}: not exported, for it is damaged: {listed}")
+    notes = company_notes(manifest)
+    if store.manifest.router is not None and manifest.router is None:
+        notes.append("The router, which is of all domains, is not in it; --pin and --ungated work.")
+    return Exported(
+        status="planned" if dry_run else "done",
+        store_path=str(store.path),
+        stack=", ".join(domain.name for domain in manifest.domains),
+        save_path=str(target),
+        format="store",
+        modules=0,
+        parameters=sum(stack.parameters for stack in manifest.stacks),
+        copies=0,
+        notes=tuple(notes),
     )
 
 
@@ -277,7 +332,7 @@ def _store_for(
         if model is None:
             raise InputError(f"{path}: no store there; --model makes one for that base")
         return None, base_name(settings.model or ""), fingerprint(model)
-    store = open_store(path)
+    store = open_store(path, blocks=False)
     if model is not None:
         store.check_base(fingerprint(model, store.manifest.base_fingerprint))
     return store, store.manifest.base_model, store.manifest.base_fingerprint

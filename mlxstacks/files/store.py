@@ -2,6 +2,7 @@
 
     manifest.json    what is there, with hashes and a checksum of itself
     stacks/ splits/ shared/ routers/    content files, never changed
+    blocks/          capability blocks, in place of stacks
     log.jsonl        when what was done; the only place with times
     previous.json    the manifest before the last change, for `stacks undo`
     base.json        where base and data are on this machine (`find_base`); may be left out
@@ -36,6 +37,7 @@ import mlx.core as mx
 from mlxstacks import __version__
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, OtherBaseError, StoreError
+from mlxstacks.files.block_file import BlockFile, BlockHeader, read_block, write_block
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, read_json_object
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
@@ -112,10 +114,12 @@ class Store:
         return cls(target.resolve(), manifest)
 
     @classmethod
-    def open(cls, path: str | Path) -> "Store":
+    def open(cls, path: str | Path, *, blocks: bool = False) -> "Store":
         """An existing store. Takes no lock; reads no stack.
 
-        Raises: InputError: no store is there. StoreError: its manifest is missing or damaged.
+        blocks: it may hold capability blocks in place of stacks.
+        Raises: InputError: no store is there; it holds blocks. StoreError: its manifest is missing
+            or damaged.
         """
         root = user_path(path)
         try:
@@ -128,7 +132,13 @@ class Store:
                 f"{root}: {what}; give a store's directory (`mlxstacks stack` makes one)"
             )
         root = root.resolve()
-        return cls(root, read_manifest(root))
+        manifest = read_manifest(root)
+        if manifest.holds_blocks and not blocks:
+            raise InputError(
+                f"{root}: holds capability blocks in place of stacks; generate, chat, serve, push "
+                "and stacks list, verify, export, enable, disable and remove take them"
+            )
+        return cls(root, manifest)
 
     def refresh(self) -> Manifest:
         """Read the manifest again; returns it. Raises: as `open`."""
@@ -178,6 +188,14 @@ class Store:
         if problems := header_problems(stack.header, record, self.manifest):
             raise StoreError(f"{path}: {'; '.join(problems)}")
         return stack
+
+    def read_block(self, record: StackRecord) -> BlockFile:
+        """As `read_stack`, of a capability block."""
+        path = file_of(self.path, record.file)
+        block = read_block(path, record.file.sha256)
+        if problems := header_problems(block.header, record, self.manifest):
+            raise StoreError(f"{path}: {'; '.join(problems)}")
+        return block
 
     def read_header(self, record: StackRecord) -> StackHeader:
         """The header alone; neither hash nor numbers are checked. Raises: StoreError."""
@@ -249,11 +267,12 @@ class Change:
     def add_stack(
         self,
         tensors: Mapping[str, mx.array],
-        header: StackHeader,
+        header: StackHeader | BlockHeader,
         loss_before: float | None = None,
         loss_after: float | None = None,
     ) -> StackRecord:
-        """Write a stack's file; the record is yours to put into a domain of `manifest`.
+        """Write a stack's file, or a block's; the record is yours to put into a domain of
+        `manifest`.
 
         Raises: StoreError for a stack of another base. ValueError and TargetError as `write_stack`.
         """
@@ -265,7 +284,14 @@ class Change:
             )
         check_name(header.domain)
         stem = f"{header.domain}-r{header.round}"
-        file = self._add("stacks", stem, tensors, lambda path: write_stack(path, tensors, header))
+
+        def write(path: Path) -> str:
+            if isinstance(header, BlockHeader):
+                return write_block(path, tensors, header)
+            return write_stack(path, tensors, header)
+
+        folder = "blocks" if isinstance(header, BlockHeader) else "stacks"
+        file = self._add(folder, stem, tensors, write)
         parameters = sum(array.size for array in tensors.values())
         return StackRecord(
             header.name, header.domain, header.round, file, parameters, loss_before, loss_after,
@@ -376,8 +402,10 @@ class Change:
                 (self.path / record.file).unlink(missing_ok=True)
 
 
-def header_problems(header: StackHeader, record: StackRecord, manifest: Manifest) -> list[str]:
-    """How a stack's own header contradicts the manifest."""
+def header_problems(
+    header: StackHeader | BlockHeader, record: StackRecord, manifest: Manifest
+) -> list[str]:
+    """How the own header of a stack, or a block, contradicts the manifest."""
     pairs = {
         "name": (header.name, record.name),
         "domain": (header.domain, record.domain),

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -55,11 +55,11 @@ class Collected:
     grace_seconds: int
 
 
-def open_store(path: str | None) -> Store:
+def open_store(path: str | None, *, blocks: bool = True) -> Store:
     """The store of a command. Raises: InputError where none was given, and as `Store.open`."""
     if path is None:
         raise InputError("no store given; `mlxstacks stack --save-path STORE` makes one")
-    return Store.open(path)
+    return Store.open(path, blocks=blocks)
 
 
 def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> StoreChanged:
@@ -221,6 +221,31 @@ def without_domain(manifest: Manifest, name: str) -> Manifest:
     needed = {stack.shared_sha256 for d in domains for stack in d.stacks}
     shared = tuple(record for record in manifest.shared if record.sha256 in needed)
     return replace(manifest, domains=domains, matrix=matrix, shared=shared)
+
+
+def part_of(manifest: Manifest, domains: Collection[str]) -> Manifest:
+    """A store's manifest with some of its domains; the router, which is of all, goes.
+
+    Raises: InputError naming a domain that is not there.
+    """
+    known = [domain.name for domain in manifest.domains]
+    if unknown := sorted(set(domains) - set(known)):
+        raise InputError(f"no domain {unknown[0]!a} (there are: {', '.join(known) or 'none'})")
+    kept = tuple(domain for domain in manifest.domains if domain.name in domains)
+    if len(kept) == len(known):
+        return manifest
+    needed = {stack.shared_sha256 for domain in kept for stack in domain.stacks}
+    return replace(
+        manifest, domains=kept, router=None,
+        shared=tuple(record for record in manifest.shared if record.sha256 in needed),
+        matrix={
+            mode: {
+                row: {name: loss for name, loss in columns.items() if name in domains}
+                for row, columns in rows.items() if row in domains
+            }
+            for mode, rows in manifest.matrix.items()
+        },
+    )  # fmt: skip
 
 
 def replaced_domain(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, StoreError
+from mlxstacks.files.block_file import read_block
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import FOLDERS, FileRecord, StackRecord, binding_notes
@@ -84,7 +85,7 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verifi
             headers[stack.file.file] = _check_stack(store, stack, problems)
     notes = [*binding_notes(manifest.base_fingerprint), *_notes(store, records)]
     for record in records:
-        if record.file in whole and not record.file.startswith("stacks/"):
+        if record.file in whole and not record.file.startswith(("stacks/", "blocks/")):
             _check_content(store, record, problems, notes)
     readable = {file: header for file, header in headers.items() if header is not None}
     problems += _shape_differences(readable)
@@ -139,11 +140,13 @@ def _file_problems(root: Path, record: FileRecord, records: list[FileRecord]) ->
 
 
 def _check_stack(store: Store, stack: StackRecord, problems: list[Problem]) -> StackHeader | None:
-    """The header of a stack whose bytes are those of its hash; None where it is no stack."""
+    """The header of a stack whose bytes are those of its hash; None where it is no stack, or a
+    block.
+    """
     path = store.path / stack.file.file
     try:
         # one stack in memory at a time
-        file = read_stack(path)
+        file = read_block(path) if stack.is_block else read_stack(path)
     except StoreError as error:
         problems.append(Problem(stack.file.file, "content", str(error)))
         return None
@@ -152,7 +155,7 @@ def _check_stack(store: Store, stack: StackRecord, problems: list[Problem]) -> S
     if parameters != stack.parameters:
         texts.append(f"holds {parameters} parameters, the manifest says {stack.parameters}")
     problems += [Problem(stack.file.file, "header", f"{path}: {text}") for text in texts]
-    return file.header
+    return file.header if isinstance(file.header, StackHeader) else None
 
 
 def _check_content(

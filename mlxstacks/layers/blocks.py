@@ -10,7 +10,6 @@ B rows, T tokens, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 from mlxstacks.errors import StoreError
-from mlxstacks.files.block_store import BlockStore, read_block
+from mlxstacks.files.block_file import BlockFile, BlockHeader
 from mlxstacks.layers.attach import add_active, attach_stacks
 from mlxstacks.layers.nullspace import fold_into, remove_directions
 from mlxstacks.layers.settings import StackSettings
@@ -41,6 +40,8 @@ class CapabilityBlock(nn.Module):
     def __call__(self, x: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Embeddings (B, T, D) -> what to add to the base's output (B, T, D)."""
         mask = "causal" if x.shape[1] > 1 else None
+        if cache is not None:  # rows of a batch are padded on the left
+            mask = cache[0].make_mask(x.shape[1], return_array=False, window_size=None)
         for layer, of_layer in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = layer(x, mask, cache=of_layer)
         delta: mx.array = self.out(self.norm(x))
@@ -95,6 +96,11 @@ class BlockedDecoder(nn.Module):
         self.decoder = decoder
         self.blocks: dict[str, CapabilityBlock] = {}
         self._weights: dict[str, float | mx.array] = {}
+
+    @property
+    def selected(self) -> dict[str, float | mx.array]:
+        """Blocks that answer, by name and weight."""
+        return dict(self._weights)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -184,19 +190,36 @@ def block_arrays(block: CapabilityBlock) -> dict[str, mx.array]:
     return {n: w.astype(mx.float32) for n, w in named if not n.endswith(".noise")}
 
 
-def load_block(directory: Path, store: BlockStore, name: str) -> CapabilityBlock:
-    """A block of a store, frozen, in evaluation mode. Law: its arrays are those that were stored.
+def block_header(
+    name: str, domain: str, block: CapabilityBlock, stack: StackSettings, *,
+    base_model: str, base_fingerprint: str,
+) -> BlockHeader:  # fmt: skip
+    """The header of a block's file. stack: the settings of its experts."""
+    shapes = {name: array.shape for name, array in block_arrays(block).items()}
+    return BlockHeader(
+        name, domain, base_model, base_fingerprint, len(block.layers),
+        stack.model_dump(mode="json"), shapes,
+    )  # fmt: skip
 
-    Raises: StoreError: no such block, a changed file, or arrays that are not of its settings.
+
+def load_block(file: BlockFile, config: Mapping[str, Any]) -> CapabilityBlock:
+    """A block for a base of this config, frozen, in evaluation mode. Law: its arrays are those that
+    were stored.
+
+    Raises: StoreError: arrays that are not of its settings, or of this base.
     """
-    arrays = read_block(directory, store, name)
-    settings = store.blocks[name].settings
-    stack = StackSettings.model_validate(settings["stack"])
-    block = new_block(store.config, settings["num_layers"], stack, mx.random.key(0))
-    own = {n: w.shape for n, w in block_arrays(block).items()}
-    if own != {n: w.shape for n, w in arrays.items()}:
-        raise StoreError(f"{directory}: block {name} has not the arrays of its settings")
-    block.load_weights(list(arrays.items()), strict=False)
+    header = file.header
+    layers = {name.split(".")[1] for name in header.arrays if name.startswith("layers.")}
+    try:
+        if len(layers) != header.num_layers:  # before so many are built
+            raise ValueError(f"{len(layers)} layers, its header says {header.num_layers}")
+        stack = StackSettings.model_validate(header.stack)
+        block = new_block(config, header.num_layers, stack, mx.random.key(0))
+        if {n: w.shape for n, w in block_arrays(block).items()} != header.arrays:
+            raise ValueError("its arrays are not those of its settings and this base")
+    except (ValueError, OverflowError) as error:
+        raise StoreError(f"block {header.name}: {error}") from None
+    block.load_weights(list(file.tensors.items()), strict=False)
     block.freeze()
     block.eval()
     mx.eval(block.parameters())

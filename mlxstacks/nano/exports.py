@@ -252,7 +252,7 @@ def nano_model(store_path: str | None) -> Path | None:
 
     if store_path is None:
         return None
-    wanted = Store.open(store_path).manifest.base_fingerprint
+    wanted = Store.open(store_path, blocks=True).manifest.base_fingerprint
     path = nano_paths().model_path
     return path if fingerprint(open_checkpoint(path), wanted) == wanted else None
 

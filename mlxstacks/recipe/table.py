@@ -323,7 +323,7 @@ COMMANDS: dict[str, Command] = {
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks export": Command(
-        help="Export a stack of one expert as an adapter for mlx-lm or PEFT.",
+        help="Export a stack of one expert as an adapter, or a domain as a store of its own.",
         settings="mlxstacks.files.settings:StacksExportSettings",
         function="mlxstacks.studies.stack.store_commands:export_stack",
         arguments={"store_path": "STORE", "stack": "STACK", "save_path": "OUT"},

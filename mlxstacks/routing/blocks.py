@@ -1,62 +1,88 @@
-"""Capability blocks with their router: prompts in, answers out, each with the blocks it needs.
+"""A store of capability blocks beside its base: answers lease blocks as they lease stacks.
 
-blocks = RoutedBlocks.load("base", "store")
-print(blocks.route("How much is 2 and 3?").weights)
-print(blocks.generate("How much is 2 and 3?"))
+    blocks = ResidentBlocks(model, store, config)
+    with blocks.lease({"code": 0.9, "math": 0.4}):
+        ...                                     # the model answers with these
+
+All enabled blocks are in memory from the beginning: a cache of the model has entries of each.
 """
 
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from mlxstacks import base_model
-from mlxstacks.data.chat import prompt_tokens
-from mlxstacks.errors import OtherBaseError
-from mlxstacks.files.block_store import read_store
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.disk import user_path
-from mlxstacks.files.router_file import read_router
+from mlxstacks.errors import StoreError
+from mlxstacks.files.store import Store
 from mlxstacks.layers.blocks import attach_blocks, load_block
-from mlxstacks.routing.router import ROUTER_FILE, PromptRouter, Route, features_for, network_of
+from mlxstacks.routing.stack_reader import ResidentStats
 
 
-class RoutedBlocks:
-    """model: an mlx-lm model with blocks beside it; it generates as any other."""
+@dataclass(frozen=True)
+class PlainLease:
+    """What an answer is given with that has nothing to load. hits: domains that answer."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, router: PromptRouter) -> None:
-        self.model, self.tokenizer, self.router = model, tokenizer, router
+    weights: Mapping[str, float] = field(default_factory=dict)
+    hits: tuple[str, ...] = ()
+    activate: Callable[[], None] = lambda: None
+    loaded: tuple[str, ...] = ()
+    seconds: float = 0.0
+    bytes_read: int = 0
 
-    @classmethod
-    def load(cls, base: str | Path, store: str | Path) -> Self:
-        """A base and the store of blocks that was trained beside it, with its router.
 
-        Raises: OtherBaseError. StoreError: a changed file. CheckpointError: no base there.
-        """
-        directory, path = user_path(base), user_path(store)
-        blocks = read_store(path)
-        if fingerprint(open_checkpoint(directory)) != blocks.base_fingerprint:
-            raise OtherBaseError(f"{path}: its blocks were trained beside another base than {base}")
-        file = read_router(path / ROUTER_FILE)
-        model, tokenizer, _ = base_model.load(directory)
-        blocked = attach_blocks(model)
-        for name in file.header.domains:
-            blocked.blocks[name] = load_block(path, blocks, name)
+class ResidentBlocks:
+    """The enabled blocks of a store. The model answers as its base until a lease is activated.
+
+    config: of the base. domains: in the store's order.
+    Raises: StoreError: a file that is bad, a block of another shape, a base that takes none.
+    """
+
+    def __init__(self, model: nn.Module, store: Store, config: Mapping[str, Any]) -> None:
+        try:
+            self._decoder = attach_blocks(model)
+        except ValueError as error:
+            raise StoreError(f"{store.path}: {error}") from None
+        records = store.enabled_stacks()
+        blocks = {r.domain: load_block(store.read_block(r), config) for r in records}
+        self._decoder.blocks = blocks
         model.eval()
-        features = features_for(file.header, model, tokenizer)
-        return cls(model, tokenizer, PromptRouter(network_of(file), file.header, features))
+        self.domains = self.loaded = tuple(blocks)
+        self.nbytes = sum(array.nbytes for _, array in tree_flatten(blocks))
+        nbytes = sum(record.file.nbytes for record in records)
+        self._stats = ResidentStats(
+            misses=len(records), bytes_read=nbytes, bytes_hashed=nbytes, resident_bytes=self.nbytes
+        )
 
-    def route(self, prompt: str) -> Route:
-        """Choose the blocks of a prompt for the calls that follow. Raises: InputError: empty."""
-        self.model.model.select({})
-        (route,) = self.router.routes([prompt])
-        self.model.model.select(route.weights)
-        return route
+    @property
+    def stats(self) -> ResidentStats:
+        """The counts until now; a copy."""
+        return replace(self._stats)
 
-    def generate(self, prompt: str, max_tokens: int = 100) -> str:
-        """The greedy answer, with the blocks that the router chooses."""
-        self.route(prompt)
-        tokens = prompt_tokens([{"role": "user", "content": prompt}], self.tokenizer)
-        answer = base_model.greedy_tokens(self.model, self.tokenizer, tokens, max_tokens)
-        text: str = self.tokenizer.decode(answer)
-        return text.removesuffix(self.tokenizer.eos_token)
+    @contextmanager
+    def lease(self, weights: Mapping[str, float]) -> Iterator[PlainLease]:
+        """The right to answer with these domains, each multiplied by its weight; {}: the base.
+
+        Raises: ValueError: a domain that is not here.
+        """
+        active = {name: weights[name] for name in self.domains if weights.get(name)}
+        self._stats.hits += len(active)
+        lease = PlainLease(active, tuple(active), lambda: self._decoder.select(active))
+        lease.activate()
+        try:
+            yield lease
+        finally:
+            self._decoder.select({})
+
+    def weigh(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Answer each row of a batch with its own weights by domain; no rows: any, as the base.
+
+        Every block reads every row, so that the caches of all rows can be put together.
+        """
+        self._decoder.select({
+            name: mx.array([weights.get(name, 0.0) for weights in rows or [{}]])
+            for name in self.domains
+        })  # fmt: skip

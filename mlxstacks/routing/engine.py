@@ -35,6 +35,7 @@ from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.sharded import shard
 from mlxstacks.processes import current_group, size_and_rank
+from mlxstacks.routing.blocks import PlainLease, ResidentBlocks
 from mlxstacks.routing.gaps import GapLog
 from mlxstacks.routing.generation import (
     Piece,
@@ -154,7 +155,7 @@ class RoutedModel:
     tokenizer: Any
     _: KW_ONLY
     store: Store | None = None
-    resident: Resident | None = None
+    resident: Resident | ResidentBlocks | None = None
     open_router: Callable[[], PromptRouter] | None = None
     context_tokens: int | None = None
     hard: bool = False
@@ -237,7 +238,7 @@ class RoutedModel:
         return dict(route.weights)
 
     @contextmanager
-    def lease(self, route: Route) -> "Iterator[Lease | _NoStacks]":
+    def lease(self, route: Route) -> "Iterator[Lease | PlainLease]":
         """Hold the stacks of a route.
 
         Raises: InputError: they are too large for the budget. StoreError: one cannot be read; an
@@ -245,7 +246,7 @@ class RoutedModel:
         """
         self.check_thread()
         if self.resident is None:
-            yield _NoStacks()
+            yield PlainLease()
         else:
             with self.resident.lease(self.weights(route)) as lease:
                 yield lease
@@ -356,7 +357,7 @@ class AnswerStream:
 
     def _answer(
         self,
-        lease: "Lease | _NoStacks",
+        lease: "Lease | PlainLease",
         began: float,
         pieces: Sequence[tuple[float, Piece]],
         cached_tokens: int,
@@ -377,20 +378,6 @@ class AnswerStream:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _NoStacks:
-    """The lease of a model without a store."""
-
-    weights: Mapping[str, float] = field(default_factory=dict)
-    loaded: tuple[str, ...] = ()
-    hits: tuple[str, ...] = ()
-    seconds: float = 0.0
-    bytes_read: int = 0
-
-    def activate(self) -> None:
-        """Nothing to do: the model is its base."""
-
-
 # Longer contexts are what tokenizers say that know none: transformers writes 1e30.
 _MOST_CONTEXT = 2**31
 
@@ -407,6 +394,7 @@ class OpenBase:
     store: Store | None
     dtype: mx.Dtype | None
     context_tokens: int | None
+    config: dict[str, Any]
 
 
 def open_base(settings: BaseSettings, notes: list[str]) -> OpenBase:
@@ -414,7 +402,9 @@ def open_base(settings: BaseSettings, notes: list[str]) -> OpenBase:
 
     Raises: as `open_routed`.
     """
-    store = None if settings.store_path is None else Store.open(settings.store_path)
+    store = None
+    if settings.store_path is not None:
+        store = Store.open(settings.store_path, blocks=True)
     if store is not None:
         checkpoint = find_base(store, settings.model, notes)
     elif settings.model is not None:
@@ -425,7 +415,7 @@ def open_base(settings: BaseSettings, notes: list[str]) -> OpenBase:
     dtype = mx.float32 if prepare_base(model, settings.base, notes) else None
     model.eval()
     context = context_tokens(config, tokenizer)
-    return OpenBase(checkpoint, model, tokenizer, store, dtype, context)
+    return OpenBase(checkpoint, model, tokenizer, store, dtype, context, config)
 
 
 def default_budget() -> int | None:
@@ -457,8 +447,12 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
             peft_layout=settings.peft_layout, allow_base=settings.allow_base,
         )  # fmt: skip
         notes += attach_adapters(model, checkpoint, adapters, dtype)
-    resident = None
-    if store is not None:
+    resident: Resident | ResidentBlocks | None = None
+    if store is not None and store.manifest.holds_blocks:
+        if group is not None:
+            raise InputError(f"{store.path}: capability blocks are not split over processes")
+        resident = ResidentBlocks(model, store, base.config)
+    elif store is not None:
         budget = settings.budget or default_budget()
         resident = Resident(model, store, budget_bytes=budget, dtype=dtype)
 

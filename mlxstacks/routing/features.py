@@ -23,6 +23,7 @@ from mlxstacks import base_model
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import require_space, target_errors
+from mlxstacks.layers.blocks import BlockedDecoder
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.sharded import as_kind
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
@@ -196,15 +197,20 @@ class _BaseAlone(StackedLayer):
 
 @contextmanager
 def without_stacks(model: nn.Module) -> Iterator[None]:
-    """No stack answers inside the block, whatever is loaded, packed and selected: none of that is
-    touched, so a running stream goes on afterwards as it was.
+    """No stack, nor capability block, answers here, whatever is loaded, packed and selected: none
+    of that is touched, so a running stream goes on afterwards as it was.
     """
     kinds = [(layer, type(layer)) for _, layer in stacked_layers(model)]
     for layer, _ in kinds:
         layer.__class__ = as_kind(layer, _BaseAlone)
+    blocked = [(m, m.selected) for m in model.modules() if isinstance(m, BlockedDecoder)]
+    for decoder, _ in blocked:
+        decoder.select({})
     try:
         yield
     finally:
+        for decoder, selected in blocked:
+            decoder.select(selected)
         for layer, kind in kinds:
             layer.__class__ = kind
 

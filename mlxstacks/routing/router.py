@@ -360,6 +360,11 @@ def load_prompt_router(
     """
     if router_path is None:
         if store.manifest.router is None:
+            if store.manifest.holds_blocks:
+                raise InputError(
+                    f"{store.path}: has no router; export all domains, or answer with --ungated or "
+                    "--pin DOMAIN"
+                )
             discover = command_line("mlxstacks route discover", store.path)
             train = command_line("mlxstacks route train", store.path)
             raise InputError(

@@ -194,7 +194,7 @@ class Engine:
         self._budget = settings.budget or default_budget()
         self._pool = StackPool(
             base.model, base.store, dtype=base.dtype, budget_bytes=self._budget,
-            before_drop=lambda: self._forward.base(), notes=self.notes,
+            before_drop=lambda: self._forward.base(), notes=self.notes, config=base.config,
         )  # fmt: skip
         self._forward = RoutedRows(base.model, self._pool)
         for path in settings.adapter_path:
@@ -217,6 +217,8 @@ class Engine:
         if settings.cache_path is not None:
             versions = [version(name) for name in ("mlxstacks", "mlx", "mlx-lm")]
             made_by = [fingerprint(base.checkpoint), base.dtype, mx.default_device(), *versions]
+            if base.store is not None and self._pool.blocks is not None:  # each has entries
+                made_by += [record.file.sha256 for record in base.store.enabled_stacks()]
             self._files = PrefixFiles(user_path(settings.cache_path), " ".join(map(str, made_by)))
             self._files.load(self._prefixes, lambda: self._trim(*self._needs()))
         self._announce()

@@ -6,7 +6,8 @@ that rows of any routes share what is in memory; a batch adds up the domains tha
 
 A store may change while it is served. What a domain is made of names its version, `math@3fa2...`:
 rows under way keep the version they began with, new ones get the new one. An adapter is a stack of
-one expert, has a version too, and never leaves memory.
+one expert, has a version too, and never leaves memory. Capability blocks stay as they were when
+the pool was made, each held by an empty pack.
 
 Not for several threads.
 """
@@ -35,6 +36,7 @@ from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.stack_files import attach_paths, places
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.ops.affine import from_storage
+from mlxstacks.routing.blocks import ResidentBlocks
 from mlxstacks.routing.resident import (
     Alike,
     PackedSet,
@@ -97,6 +99,7 @@ class StackPool:
     dtype: widen them, as in `Resident`. budget_bytes: most that packs and `reserved_bytes`, of
     prompt caches, may take together; None for no limit. before_drop: called before a pack may
     leave memory, so that nobody else keeps its arrays alive. notes: what is worth saying; it grows.
+    config: of the base, whose layers blocks have in shape.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class StackPool:
         budget_bytes: int | None = None,
         before_drop: Callable[[], None] = lambda: None,
         notes: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self._dtype, self._store = model, dtype, store
         self._before_drop = before_drop
@@ -120,6 +124,14 @@ class StackPool:
         self.places = places(model)
         self._reader: StackReader | None = None
         self._versions: dict[str, str] = {}
+        self.blocks: ResidentBlocks | None = None
+        if store is not None and store.manifest.holds_blocks:
+            self.blocks = ResidentBlocks(model, store, config or {})
+            self.blocks.weigh([])
+            for record in store.enabled_stacks():
+                version = _version(record.domain, [record.file.sha256])
+                self._versions[record.domain] = version
+                self._sets.add(PackedSet((version,), leases=1))
         self.refresh()
 
     # --- what there is ---------------------------------------------------------------------------
@@ -141,8 +153,9 @@ class StackPool:
 
     @property
     def nbytes(self) -> int:
-        """Of packs in memory."""
-        return sum(packed.nbytes for packed in self._sets)
+        """Of packs and blocks in memory."""
+        blocks = 0 if self.blocks is None else self.blocks.nbytes
+        return blocks + sum(packed.nbytes for packed in self._sets)
 
     @property
     def buffers(self) -> int:
@@ -162,6 +175,8 @@ class StackPool:
         Raises: InputError: the name is taken or none; AdapterError: as `match_adapter`, or modules
             that no stack can sit on; ResourceLimitError: it does not fit the budget.
         """
+        if self.blocks is not None:
+            raise InputError(f"{path}: no adapter is served next to a store of capability blocks")
         adapter = load_any_adapter(path, layout, checkpoint)
         match_adapter(adapter, checkpoint, allow_base=allow_base)
         try:
@@ -203,7 +218,7 @@ class StackPool:
 
         One that cannot be read stays as it was.
         """
-        if self._store is None:
+        if self._store is None or self.blocks is not None:
             return False
         mark = None
         with suppress(OSError):
@@ -349,9 +364,9 @@ class StackPool:
         self._sets.make_room(needed_bytes, reserved_bytes, what)
 
     def _shared_bytes(self) -> int:
-        """Of the latent pairs that stacks in memory share."""
+        """Of the latent pairs that stacks in memory share; of blocks."""
         if self._reader is None:
-            return 0
+            return 0 if self.blocks is None else self.blocks.nbytes
         inside = {key.rpartition("@")[0] for key in self._sets.domains}
         return self._reader.shared_bytes(inside & self._versions.keys())
 

@@ -119,6 +119,8 @@ class RoutedRows:
     def _install(self, routes: tuple[Held, ...], segments: Segments) -> None:
         for path, layer in self._pool.places.items():
             layer.install(segments.get(path, ()))
+        if self._pool.blocks is not None:
+            self._pool.blocks.weigh([route.weights for route in routes])
         self._installed = routes
 
 

@@ -11,6 +11,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import FOLDERS, Manifest
 from mlxstacks.files.outputs import mark_bare, staged_directory, write_json
 from mlxstacks.files.side_files import clone_or_link
+from mlxstacks.files.store_commands import part_of
 from mlxstacks.files.store_files import MANIFEST, read_manifest
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.share.card import write_card
@@ -25,7 +26,6 @@ from mlxstacks.share.things import (
     check_thing,
     kind_of,
     own_files,
-    part_of,
     refuse_places,
     without_paths,
 )

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -122,31 +121,6 @@ def check_thing(kind: Kind, directory: Path, names: Iterable[str]) -> None:
         if problems:
             lines = "".join(f"\n  {problem.message}" for problem in problems[:8])
             raise InputError(f"the store is damaged: {len(problems)} problems{lines}")
-
-
-def part_of(manifest: Manifest, domains: Collection[str]) -> Manifest:
-    """A store's manifest with some of its domains; the router, which is of all, goes.
-
-    Raises: InputError naming a domain that is not there.
-    """
-    known = [domain.name for domain in manifest.domains]
-    if unknown := sorted(set(domains) - set(known)):
-        raise InputError(f"no domain {unknown[0]!a} (there are: {', '.join(known) or 'none'})")
-    kept = tuple(domain for domain in manifest.domains if domain.name in domains)
-    if len(kept) == len(known):
-        return manifest
-    needed = {stack.shared_sha256 for domain in kept for stack in domain.stacks}
-    return replace(
-        manifest, domains=kept, router=None,
-        shared=tuple(record for record in manifest.shared if record.sha256 in needed),
-        matrix={
-            mode: {
-                row: {name: loss for name, loss in columns.items() if name in domains}
-                for row, columns in rows.items() if row in domains
-            }
-            for mode, rows in manifest.matrix.items()
-        },
-    )  # fmt: skip
 
 
 # --- paths of this machine ------------------------------------------------------------------------

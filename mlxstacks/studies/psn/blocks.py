@@ -3,8 +3,8 @@
 Of each seed, in `cells/SEED/` of the work directory:
 
     tokenizer, base     of all texts; a model of `pretrain` on the corpus alone
-    store               blocks.json, the router, and the blocks, each trained alone beside the base:
-                        DOMAIN, DOMAIN-slice, and CONTROL-shuffled
+    store               of the blocks, each trained alone beside the base: DOMAIN, and, disabled,
+                        DOMAIN-slice and CONTROL-shuffled; with the router
     NAME.state.safetensors   the state of the block under way
 
 DOMAIN is kept out of the directions of the blocks before it. DOMAIN-slice is the arm of the
@@ -15,6 +15,7 @@ alone. CONTROL-shuffled is trained on the control's rows with their answers' tok
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
@@ -38,22 +39,24 @@ from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.examples import turns_of
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import batches_of, evaluate_mean_loss, evaluate_row_losses
-from mlxstacks.files.block_store import BlockStore, add_block, read_store
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.router_file import write_router
+from mlxstacks.files.manifest import DomainRecord, StackRecord, stack_name
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.blocks import (
     BlockedDecoder,
     attach_blocks,
     block_arrays,
+    block_header,
     load_block,
     new_block,
 )
 from mlxstacks.layers.nullspace import NullBasis, null_basis
 from mlxstacks.routing.features import PromptFeatures
 from mlxstacks.routing.outcomes import RouterExample, Rules, blended, search_all, targets_of
-from mlxstacks.routing.router import ROUTER_FILE, decide
+from mlxstacks.routing.router import decide
 from mlxstacks.routing.router_metrics import sigmoid
 from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
@@ -106,7 +109,7 @@ def run(
 
 class _Blocks(SeedStudy):
     about = ABOUT
-    artifacts = (f"{CELLS}/*.json", f"{CELLS}/*/store/*", f"{CELLS}/*/base/*")
+    artifacts = (f"{CELLS}/*.json", f"{CELLS}/*/store", f"{CELLS}/*/base/*")
 
     def data_of(self) -> dict[str, TrainDataSettings]:
         return {**super().data_of(), **domain_data(self.settings)}
@@ -185,11 +188,12 @@ class Cell:
             }
             for part in ("train", "validation")
         }
-        self.store_path = self.directory / "store"
-        of_base = fingerprint(open_checkpoint(base))
-        self.store = BlockStore(base_fingerprint=of_base, config=self.config)
-        if (self.store_path / "blocks.json").exists():
-            self.store = read_store(self.store_path)
+        path = self.directory / "store"
+        self.store = (
+            Store.open(path, blocks=True)
+            if (path / MANIFEST).exists()
+            else Store.create(path, base.name, fingerprint(open_checkpoint(base)))
+        )
         orthogonality = self._train_all()
         identical = []
         for zero in (0.0, mx.zeros((len(probe),))):
@@ -218,9 +222,9 @@ class Cell:
         measured = {}
         for place, (name, domain, kind) in enumerate(plans, 1):
             basis = self._basis(domain, kind)
-            if name not in self.store.blocks:
+            if self.store.manifest.domain_named(name) is None:
                 self._train(name, domain, basis, place)
-            block = load_block(self.store_path, self.store, name)
+            block = load_block(self.store.read_block(self._record(name)), self.config)
             self.blocked.blocks = {**self.blocked.blocks, name: block}
             if basis is None:
                 continue
@@ -234,6 +238,9 @@ class Cell:
                 "folded": (mx.max(mx.abs(inside)) / size).item(), "output": of_output.item(),
             }  # fmt: skip
         return measured
+
+    def _record(self, name: str) -> StackRecord:
+        return self.store.domain_named(name).stacks[0]
 
     def _basis(self, domain: str, kind: str) -> NullBasis | None:
         """Directions that a block may not write into; of domains, asked for in their order."""
@@ -283,7 +290,8 @@ class Cell:
             schedule="linear", final_share=0.0, log_every=settings.iters,
         )  # fmt: skip
         path = self.directory / f"{name}.state.safetensors"
-        run_id = json_sha256([self.store.base_fingerprint, self.seed, name])
+        of_base = self.store.manifest.base_fingerprint
+        run_id = json_sha256([of_base, self.seed, name])
         state = new_state(optimizer)
         if path.exists():
             state = load_state(path, self.model, optimizer, run_id)
@@ -303,9 +311,17 @@ class Cell:
             optimizer, state, seed=self.seed, on_step=on_step,
         )  # fmt: skip
         block.fold()
-        self.store = add_block(
-            self.store_path, self.store, name, block_arrays(block), shape.model_dump(mode="json")
-        )
+        header = block_header(
+            stack_name(name, 1), name, block, shape.stack,
+            base_model=self.store.manifest.base_model, base_fingerprint=of_base,
+        )  # fmt: skip
+        with self.store.change("train", domain=name) as change:
+            record = change.add_stack(block_arrays(block), header)
+            about = shape.model_dump(mode="json")
+            new = DomainRecord(name, name in self.names, (record,), settings=about)
+            # not by `with_domain`: no block was on while it was trained
+            domains = (*change.manifest.domains, new)
+            change.manifest = replace(change.manifest, domains=domains)
         self.blocked.blocks = others
         self.model.eval()
 
@@ -379,13 +395,13 @@ class Cell:
         with evaluating(self.model):
             features = PromptFeatures(self.model, self.tokenizer, max_tokens=2 * self.longest)
             trained = train_router(examples, targets, features, settings, domains=self.names)
+            manifest = self.store.manifest
             header = trained.header(
-                "base", self.store.base_fingerprint,
-                {name: (self.store.blocks[name].sha256,) for name in self.names},
+                manifest.base_model, manifest.base_fingerprint,
+                {name: (self._record(name).file.sha256,) for name in self.names},
             )  # fmt: skip
-            path = self.store_path / ROUTER_FILE
-            path.unlink(missing_ok=True)
-            write_router(path, trained.tensors(), header)
+            with self.store.change("router") as change:
+                change.set_router(trained.tensors(), header)
             tests = self._examples("validation", self.settings.prompts)
             parts = []
             for start in range(0, len(tests), 16):

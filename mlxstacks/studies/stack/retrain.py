@@ -29,7 +29,7 @@ def run(
     Raises: InputError: no such domain, one that was imported or is disabled, no data; training
         gained nothing. Else as `stack`.
     """
-    store = open_store(settings.store_path)
+    store = open_store(settings.store_path, blocks=False)
     if settings.domain is None:
         known = ", ".join(domain.name for domain in store.manifest.domains) or "none"
         raise InputError(f"no domain given (there are: {known})")

@@ -33,7 +33,7 @@ from mlxstacks.studies.stack.report import (
 from mlxstacks.study.document import Block, Cell, Columns, Table, counted
 from mlxstacks.study.result import Result
 
-_FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
+_FORMATS = {"mlx": "mlx-lm", "peft": "PEFT", "store": "store"}
 _BASES = {
     "not checked": "the base was not checked (--model DIR)",
     "same": "the base is the one that they were trained on",
@@ -158,10 +158,11 @@ def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Resul
     """See `files.stack_adapters.export_stack`."""
     exported = stack_adapters.export_stack(settings, dry_run)
     verb = "Would write" if dry_run else "Wrote"
-    words = (
-        f"{verb} {exported.stack} to {exported.save_path} in {_FORMATS[exported.format]} format: "
-        f"{counted(exported.modules, 'module')}, {exported.parameters:,} parameters."
-    )
+    what = f"{exported.parameters:,} parameters"
+    if exported.format != "store":
+        what = f"{counted(exported.modules, 'module')}, {what}"
+    words = f"{verb} {exported.stack} to {exported.save_path} in {_FORMATS[exported.format]} "
+    words += f"format: {what}."
     if exported.copies:
         words += (
             f" {counted(exported.copies, 'module')} with one pair for all experts in the store: "

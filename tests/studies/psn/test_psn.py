@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+import mlxstacks as ms
+from mlxstacks import base_model
+from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.rows import row_of
 from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.block_store import verify_blocks
-from mlxstacks.routing.blocks import RoutedBlocks
+from mlxstacks.files.settings import StacksVerifySettings
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_verify import verify_store
 from mlxstacks.studies.psn import blocks, stacks
 from mlxstacks.studies.psn.report import concluded
 from mlxstacks.studies.psn.settings import PsnBlocksSettings, PsnStacksSettings
@@ -112,26 +116,33 @@ def test_blocks_end_with_the_same_bytes_when_stopped(tmp_path: Path, data: dict[
     with pytest.raises(StopError):
         blocks.run(settings_to("stopped"), progress=stopping_at("math: loss"))
     blocks.run(settings_to("stopped"))
-    names = ("code", "math", "code-shuffled", "code-slice", "math-slice", "../base/model")
-    for name in names:
-        file = f"cells/3/store/{name}.safetensors"
-        assert (tmp_path / "whole" / file).read_bytes() == (
-            tmp_path / "stopped" / file
-        ).read_bytes()
-    assert verify_blocks(tmp_path / "stopped" / "cells" / "3" / "store") == names[:-1]
+    # the manifest names each file by its hash
+    for file in ("base/model.safetensors", "store/manifest.json"):
+        whole, stopped = (tmp_path / n / "cells/3" / file for n in ("whole", "stopped"))
+        assert whole.read_bytes() == stopped.read_bytes()
+    store = Store.open(stopped.parent, blocks=True)
+    assert {domain.name: domain.enabled for domain in store.manifest.domains} == {
+        "code": True, "math": True, "code-shuffled": False, "code-slice": False,
+        "math-slice": False,
+    }  # fmt: skip
+    assert verify_store(StacksVerifySettings(store_path=str(store.path))).problems == ()
     figures = [Result.open(tmp_path / name).data["cells"] for name in ("whole", "stopped")]
     assert figures[0] == figures[1]
     # a finished run answers again: its router chooses, and its blocks answer
     cells = tmp_path / "whole" / "cells" / "3"
-    routed = RoutedBlocks.load(cells / "base", cells / "store")
-    route = routed.route("How much is 3 and 3?")
+    prompt = "How much is 3 and 3?"
+    model, tokenizer = ms.load(store=cells / "store", hard=True)
+    answer = ms.generate(model, tokenizer, prompt, ungated=True, max_tokens=4)
+    model.model.select({"code": 1.0, "math": 1.0})
+    tokens = prompt_tokens([{"role": "user", "content": prompt}], tokenizer)
+    alone = tokenizer.decode(base_model.greedy_tokens(model, tokenizer, tokens, 4))
+    assert answer == alone.removesuffix(tokenizer.eos_token)
+    (route,) = model.routed_model.router.routes([prompt])
     assert {*route.scores} == {"code", "math"}
-    assert routed.model.model._weights == route.weights
-    assert isinstance(routed.generate("How much is 3 and 3?", 2), str)
     pretrained = cells / "base" / "model.safetensors"
     pretrained.write_bytes(pretrained.read_bytes()[:-4] + b"abcd")
-    with pytest.raises(StoreError, match="beside another base"):
-        RoutedBlocks.load(cells / "base", cells / "store")
+    with pytest.raises(StoreError, match="use that base"):
+        ms.load(cells / "base", store=cells / "store")
 
 
 def test_shuffled_answers_keep_their_tokens_and_the_end_mark() -> None:
