@@ -98,6 +98,11 @@ class BlockedDecoder(nn.Module):
         self._weights: dict[str, float | mx.array] = {}
 
     @property
+    def selected_layers(self) -> list[nn.Module]:
+        """Of the blocks that answer: each needs an entry in a cache, behind those of the base."""
+        return [layer for name in self._weights for layer in self.blocks[name].layers]
+
+    @property
     def selected(self) -> dict[str, float | mx.array]:
         """Blocks that answer, by name and weight."""
         return dict(self._weights)
@@ -119,9 +124,9 @@ class BlockedDecoder(nn.Module):
         if unknown := sorted(weights.keys() - self.blocks.keys()):
             raise ValueError(f"no block {', '.join(unknown)}; there are {', '.join(self.blocks)}")
         self._weights = {
-            name: weight
-            for name, weight in weights.items()
-            if isinstance(weight, mx.array) or weight != 0
+            name: weights[name]
+            for name in self.blocks
+            if name in weights and (isinstance(weights[name], mx.array) or weights[name] != 0)
         }
 
     def __call__(
@@ -130,22 +135,24 @@ class BlockedDecoder(nn.Module):
         if not self._weights:
             return self.decoder(inputs, cache, input_embeddings)
         x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-        caches, at = dict.fromkeys(self.blocks), len(self.layers)
+        own, of_blocks = cache, None
         if cache is not None:
-            for name, block in self.blocks.items():
-                caches[name] = cache[at : at + len(block.layers)]
-                at += len(block.layers)
-            cache = cache[: len(self.layers)]
+            own, of_blocks = cache[: len(self.layers)], cache[len(self.layers) :]
+            if len(of_blocks) != len(self.selected_layers):
+                raise ValueError("the cache was made when other blocks were selected; make another")
         delta: Any = 0.0
         on: Any = False
         for name, weight in self._weights.items():
+            block, part = self.blocks[name], None
+            if of_blocks is not None:
+                part, of_blocks = of_blocks[: len(block.layers)], of_blocks[len(block.layers) :]
             scale = weight[:, None, None] if isinstance(weight, mx.array) else weight
-            delta = delta + scale * self.blocks[name](x, caches[name])
+            delta = delta + scale * block(x, part)
             on = mx.logical_or(on, scale != 0)
         norm = self.decoder.norm
         self.decoder.norm = _Added(norm, delta, on)
         try:
-            return self.decoder(inputs, cache, x)
+            return self.decoder(inputs, own, x)
         finally:
             self.decoder.norm = norm
 
@@ -164,7 +171,8 @@ class _Added(nn.Module):
 
 def attach_blocks(model: nn.Module) -> BlockedDecoder:
     """Make a place for blocks in an mlx-lm model of a plain decoder (`model.model` with
-    `embed_tokens`, `layers`, `norm`), freeze it, and let its caches hold theirs.
+    `embed_tokens`, `layers`, `norm`), freeze it, and let its caches hold those of the blocks that
+    are selected when they are made.
 
     Raises: ValueError: another kind of model.
     """
@@ -176,8 +184,8 @@ def attach_blocks(model: nn.Module) -> BlockedDecoder:
     model.freeze()
 
     def make_cache(model: nn.Module) -> list[Any]:
-        blocks = [layer for block in model.model.blocks.values() for layer in block.layers]
-        return base_model.make_prompt_cache(SimpleNamespace(layers=[*model.layers, *blocks]))
+        layers = [*model.layers, *model.model.selected_layers]
+        return base_model.make_prompt_cache(SimpleNamespace(layers=layers))
 
     kind = type(model)
     model.__class__ = type(kind.__name__, (kind,), {"make_cache": make_cache})

@@ -4,9 +4,11 @@
     with blocks.lease({"code": 0.9, "math": 0.4}):
         ...                                     # the model answers with these
 
-All enabled blocks are in memory from the beginning: a cache of the model has entries of each.
+All enabled blocks are in memory from the beginning. A cache has entries of those that answered when
+it was made; conversations make a new one for other weights.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,7 +48,7 @@ class ResidentBlocks:
             self._decoder = attach_blocks(model)
         except ValueError as error:
             raise StoreError(f"{store.path}: {error}") from None
-        records = store.enabled_stacks()
+        began, records = time.perf_counter(), store.enabled_stacks()
         blocks = {r.domain: load_block(store.read_block(r), config) for r in records}
         self._decoder.blocks = blocks
         model.eval()
@@ -54,8 +56,9 @@ class ResidentBlocks:
         self.nbytes = sum(array.nbytes for _, array in tree_flatten(blocks))
         nbytes = sum(record.file.nbytes for record in records)
         self._stats = ResidentStats(
-            misses=len(records), bytes_read=nbytes, bytes_hashed=nbytes, resident_bytes=self.nbytes
-        )
+            misses=len(records), bytes_read=nbytes, bytes_hashed=nbytes,
+            read_seconds=time.perf_counter() - began, resident_bytes=self.nbytes,
+        )  # fmt: skip
 
     @property
     def stats(self) -> ResidentStats:

@@ -111,6 +111,8 @@ def _facts(
 ) -> dict[str, Cell]:
     facts: dict[str, Cell] = {"kind": _WHAT[kind], "base": base or "not named"}
     if manifest is not None:
+        if manifest.holds_blocks:
+            facts["kind"] = "Store of capability blocks"
         facts["fingerprint of the base"] = manifest.base_fingerprint
         facts["domains"] = ", ".join(domain.name for domain in manifest.domains)
         facts["router"] = "yes" if manifest.router else "no"

@@ -3,6 +3,8 @@
 Run: pytest tests/layers/test_blocks.py
 """
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +14,35 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import StoreError
-from mlxstacks.files.block_store import BlockStore, add_block, read_store, verify_blocks
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.block_file import METADATA_KEY, BlockHeader, read_block, write_block
+from mlxstacks.files.manifest import DomainRecord
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.settings import StacksExportSettings, StacksVerifySettings
+from mlxstacks.files.stack_adapters import export_stack
+from mlxstacks.files.stack_file import write_arrays, write_tensors
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_verify import verify_store
 from mlxstacks.layers.blocks import (
     BlockedDecoder,
     CapabilityBlock,
     attach_blocks,
     block_arrays,
+    block_header,
     load_block,
     new_block,
 )
 from mlxstacks.layers.settings import StackSettings
+from mlxstacks.routing.blocks import ResidentBlocks
+from mlxstacks.routing.features import without_stacks
 from mlxstacks.training.initial import set_initial_weights
+from tests.files.store_cases import BASE, header, tensors
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32,
     "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 40,
     "tie_word_embeddings": True, "max_position_embeddings": 64, "rope_theta": 10000.0,
 }  # fmt: skip
-SHAPE = {"num_layers": 1, "stack": {"rank": 2}}
 TOKENS = mx.array([[1, 5, 9, 2], [7, 7, 3, 30], [4, 8, 15, 16]])
 
 
@@ -103,9 +115,12 @@ def test_with_a_cache_token_by_token_gives_the_same(model: nn.Module) -> None:
     model.model.select({"b": 0.7})
     whole = model(TOKENS)
     cache = base_model.make_prompt_cache(model)
-    assert len(cache) == 2 + 1 + 1
+    assert len(cache) == 2 + 1
     parts = [model(TOKENS[:, :2], cache), *(model(TOKENS[:, i : i + 1], cache) for i in (2, 3))]
     assert mx.allclose(mx.concatenate(parts, axis=1), whole, atol=1e-5)
+    model.model.select({"a": 1.0, "b": 0.7})
+    with pytest.raises(ValueError, match="when other blocks were selected"):
+        model(TOKENS, cache)
 
 
 def test_folding_keeps_the_output_and_its_orthogonality() -> None:
@@ -124,24 +139,153 @@ def test_folding_keeps_the_output_and_its_orthogonality() -> None:
     assert not block.trainable_parameters().get("out", {})
 
 
-def test_a_store_gives_back_what_it_was_given_and_refuses_what_was_changed(tmp_path: Path) -> None:
-    block, x = a_block(5), mx.random.normal((1, 4, 16), key=mx.random.key(9))
-    store = add_block(
-        tmp_path,
-        BlockStore(base_fingerprint="full:0", config=CONFIG),
-        "a",
-        block_arrays(block),
-        SHAPE,
+def a_store(path: Path) -> Store:
+    """Two blocks, the second one disabled."""
+    store = Store.create(path, "base", BASE)
+    for seed, name in ((1, "a"), (2, "b")):
+        add(store, name, block_arrays(a_block(seed)), header_of(a_block(seed), name))
+    return store
+
+
+def add(store: Store, name: str, arrays: dict[str, mx.array], head: Any) -> None:
+    with store.change() as change:
+        record = change.add_stack(arrays, head)
+        domains = (*change.manifest.domains, DomainRecord(name, name == "a", (record,)))
+        change.manifest = replace(change.manifest, domains=domains)
+
+
+def header_of(block: CapabilityBlock, name: str = "a", base: str = BASE) -> BlockHeader:
+    return block_header(
+        f"{name}-r1", name, block, StackSettings(rank=2), base_model="base", base_fingerprint=base
     )
-    with pytest.raises(StoreError, match="has a block a"):
-        add_block(tmp_path, store, "a", block_arrays(block), SHAPE)
-    assert verify_blocks(tmp_path) == ("a",)
-    again = load_block(tmp_path, read_store(tmp_path), "a")
-    assert mx.array_equal(again(x), block(x))
-    with pytest.raises(StoreError, match="no block b; the store has a"):
-        load_block(tmp_path, store, "b")
-    content = bytearray((tmp_path / "a.safetensors").read_bytes())
-    content[-1] ^= 1
-    (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(StoreError):
-        verify_blocks(tmp_path)
+
+
+def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    store, x = a_store(tmp_path / "store"), mx.random.normal((1, 4, 16), key=mx.random.key(9))
+    with pytest.raises(InputError, match="holds capability blocks in place of stacks; generate"):
+        Store.open(store.path)
+    again = Store.open(store.path, blocks=True)
+    (record,) = again.enabled_stacks()
+    assert mx.array_equal(load_block(again.read_block(record), CONFIG)(x), a_block(1)(x))
+    assert not attach_blocks(base_model.build_model(CONFIG)).blocks
+    model = base_model.build_model(CONFIG)
+    resident = ResidentBlocks(model, again, CONFIG)
+    assert resident.domains == ("a",)
+    with resident.lease({"a": 0.5}) as lease:
+        assert model.model.selected == lease.weights == {"a": 0.5}
+        with without_stacks(model):
+            assert model.model.selected == {}
+        assert model.model.selected == {"a": 0.5}
+    assert model.model.selected == {}
+
+
+def test_blocks_and_stacks_do_not_share_a_store(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "store")
+    before = store.manifest
+    head = header("c", base_fingerprint=BASE)
+    with pytest.raises(ValueError, match="must lie in blocks"):
+        add(store, "c", tensors(head), head)
+    block, other = a_block(1), "full:" + "c" * 64
+    with pytest.raises(StoreError, match="holds stacks of one base"):
+        add(store, "c", block_arrays(block), header_of(block, "c", other))
+    assert Store.open(store.path, blocks=True).manifest == before
+    assert not list((store.path / "stacks").iterdir())
+
+
+def verified(path: Path) -> dict[str, str]:
+    """File -> kind of its problem."""
+    problems = verify_store(StacksVerifySettings(store_path=str(path))).problems
+    return {problem.file: problem.kind for problem in problems}
+
+
+def test_verify_finds_a_byte_that_was_changed_anywhere(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "store")
+    assert verified(store.path) == {}
+    record = store.manifest.stacks[1]
+    path = store.path / record.file.file
+    whole = path.read_bytes()
+    for place in (0, 9, 40, len(whole) // 2, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        assert verified(store.path) == {record.file.file: "bytes"}
+        with pytest.raises(StoreError, match=path.name):
+            store.read_block(record)
+    path.write_bytes(whole[:-1])
+    assert verified(store.path) == {record.file.file: "size"}
+    path.unlink()
+    assert verified(store.path) == {record.file.file: "missing"}
+    with pytest.raises(StoreError, match="missing"):
+        store.read_block(record)
+
+
+@pytest.mark.parametrize("dies_at", ["previous.json", "manifest.json"])
+def test_a_write_that_dies_leaves_the_old_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    store = a_store(tmp_path / "store")
+    before, block = store.manifest, a_block(7)
+
+    def write(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == dies_at:
+            raise KeyboardInterrupt
+        write_json(path, *args, **options)
+
+    monkeypatch.setattr("mlxstacks.files.store.write_json", write)
+    with pytest.raises(KeyboardInterrupt):
+        add(store, "c", block_arrays(block), header_of(block, "c"))
+    assert Store.open(store.path, blocks=True).manifest == before
+    assert verified(store.path) == {}
+
+
+def test_hostile_files_of_blocks_are_refused(tmp_path: Path) -> None:
+    block = a_block(3)
+    arrays, head = block_arrays(block), header_of(block)
+    path = tmp_path / "block.safetensors"
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        write_block(path, arrays | {"norm.weight": mx.full((16,), mx.nan)}, head)
+    write_tensors(path, head.tensors(), arrays | {"norm.weight": mx.full((16,), mx.nan)},
+                  {METADATA_KEY: json.dumps(head.as_json())})  # fmt: skip
+    with pytest.raises(StoreError, match=r"norm\.weight: NaN or Inf"):
+        read_block(path)
+    write_arrays(tmp_path / "arrays.safetensors", arrays)
+    with pytest.raises(StoreError, match="no capability block: its metadata has no key"):
+        read_block(tmp_path / "arrays.safetensors")
+    lies: list[tuple[dict[str, Any], str]] = [
+        ({"num_layers": 65_536}, "1 layers, its header says 65536"),
+        ({"stack": {"rank": 8}}, "its arrays are not those of its settings and this base"),
+        ({"stack": {"rank": 10**9}}, "rank"),
+        ({"stack": {"colour": 1}}, "colour"),
+    ]
+    for number, (lie, message) in enumerate(lies):
+        path = tmp_path / f"{number}.safetensors"
+        write_block(path, arrays, replace(head, **lie))
+        with pytest.raises(StoreError, match=message):
+            load_block(read_block(path), CONFIG)
+    path = tmp_path / "whole.safetensors"
+    write_block(path, arrays, head)
+    with pytest.raises(StoreError, match="not those of its settings and this base"):
+        load_block(read_block(path), CONFIG | {"hidden_size": 32})
+
+
+def test_any_domain_is_exported_as_a_store(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "store")
+
+    def export(stack: str | None, to: str, name: str) -> Path:
+        export_stack(StacksExportSettings.model_validate({
+            "store_path": str(store.path), "stack": stack, "save_path": str(tmp_path / name),
+            "to": to,
+        }))  # fmt: skip
+        return tmp_path / name
+
+    one, whole = export("b", "store", "one"), export(None, "store", "whole")
+    assert (whole / "manifest.json").read_bytes() == (store.path / "manifest.json").read_bytes()
+    assert verified(one) == verified(whole) == {}
+    assert [s.name for s in Store.open(one, blocks=True).manifest.stacks] == ["b-r1"]
+    with pytest.raises(InputError, match="No weight of the base can take it in"):
+        export("b", "mlx", "adapter")
+    path = store.path / store.manifest.stacks[0].file.file
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match="not exported, for it is damaged: blocks/a-r1"):
+        export("a", "store", "damaged")
+    assert not (tmp_path / "damaged").exists()

@@ -377,7 +377,8 @@ def verdict(manifest: Manifest) -> str:
     stacks = manifest.enabled_stacks()
     size = bytes_in_words(sum(stack.file.nbytes for stack in stacks))
     count = sum(1 for domain in manifest.domains if domain.enabled)
-    words = [f"{counted(count, 'domain')} in {counted(len(stacks), 'frozen stack')} ({size})."]
+    kind = "capability block" if manifest.holds_blocks else "frozen stack"
+    words = [f"{counted(count, 'domain')} in {counted(len(stacks), kind)} ({size})."]
     nothing = [d.name for d in manifest.domains if d.enabled and not d.stacks]
     if nothing:
         words.append(f"Training gained nothing for {', '.join(nothing)}: no stack was kept.")

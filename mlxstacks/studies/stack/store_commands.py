@@ -87,7 +87,8 @@ def list_store(settings: StacksListSettings) -> Result:
         Table.of("stacks", "Stacks", columns, stacks), *matrix_blocks(ordered_matrix(manifest)),
     )  # fmt: skip
     return _result(
-        "list", "Store of stacks", data, verdict(manifest), notes, blocks,
+        "list", f"Store of {'blocks' if manifest.holds_blocks else 'stacks'}", data,
+        verdict(manifest), notes, blocks,
         question="What does each domain gain, and what do later ones cost it?",
         outcome=outcome(manifest),
     )  # fmt: skip
