@@ -473,11 +473,11 @@ def stacks_enable(store_path: str | Path | None = None, domain: str | None = Non
     """Serve a domain's stacks again."""
 
 def stacks_export(store_path: str | Path | None = None, stack: str | None = None,
-    save_path: str | Path | None = None, *, to: Literal['mlx', 'peft'] = 'mlx',
+    save_path: str | Path | None = None, *, to: Literal['mlx', 'peft', 'store'] = 'mlx',
     base_model_name: str | None = None, peft_model: Literal['text', 'whole'] = 'text',
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
-    """Export a stack of one expert as an adapter for mlx-lm or PEFT."""
+    """Export a stack of one expert as an adapter, or a domain as a store of its own."""
 
 def stacks_gc(store_path: str | Path | None = None, *, grace_seconds: int = 86400,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:

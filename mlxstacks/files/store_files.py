@@ -203,8 +203,8 @@ def read_manifest(root: Path, name: str = MANIFEST) -> Manifest:
     """
     path = root / name
     if not os.path.lexists(path):
-        if (root / "stacks").is_dir():
-            raise StoreError(f"{path}: missing, its stacks are there; restore it from a copy")
+        if held := [name for name in ("stacks", "blocks") if (root / name).is_dir()]:
+            raise StoreError(f"{path}: missing, its {held[0]} are there; restore it from a copy")
         for name, kind in (("adapter_config.json", "adapter_path"), ("config.json", "model")):
             if (root / name).is_file():
                 option, what = "--" + kind.replace("_", "-"), kind.partition("_")[0]

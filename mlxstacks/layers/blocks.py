@@ -10,6 +10,7 @@ B rows, T tokens, D width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.errors import StoreError
 from mlxstacks.files.block_file import BlockFile, BlockHeader
+from mlxstacks.files.manifest import DomainRecord, stack_name
+from mlxstacks.files.store import Store
 from mlxstacks.layers.attach import add_active, attach_stacks
 from mlxstacks.layers.nullspace import fold_into, remove_directions
 from mlxstacks.layers.settings import StackSettings
@@ -198,16 +201,32 @@ def block_arrays(block: CapabilityBlock) -> dict[str, mx.array]:
     return {n: w.astype(mx.float32) for n, w in named if not n.endswith(".noise")}
 
 
-def block_header(
-    name: str, domain: str, block: CapabilityBlock, stack: StackSettings, *,
-    base_model: str, base_fingerprint: str,
-) -> BlockHeader:  # fmt: skip
-    """The header of a block's file. stack: the settings of its experts."""
-    shapes = {name: array.shape for name, array in block_arrays(block).items()}
-    return BlockHeader(
-        name, domain, base_model, base_fingerprint, len(block.layers),
-        stack.model_dump(mode="json"), shapes,
+def store_block(
+    store: Store,
+    name: str,
+    block: CapabilityBlock,
+    stack: StackSettings,
+    *,
+    enabled: bool = True,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Add a block to a store, as the domain `name`. stack: the settings of its experts. settings:
+    what it was trained with, JSON.
+
+    Raises: ValueError: arrays that are not finite; a domain of that name, or of stacks, is there.
+        TargetError.
+    """
+    arrays = block_arrays(block)
+    header = BlockHeader(
+        stack_name(name, 1), name, store.manifest.base_model, store.manifest.base_fingerprint,
+        len(block.layers), stack.model_dump(mode="json"), {n: a.shape for n, a in arrays.items()},
     )  # fmt: skip
+    with store.change("train", domain=name) as change:
+        record = change.add_stack(arrays, header)
+        domain = DomainRecord(name, enabled, (record,), settings=dict(settings or {}))
+        # not by `with_domain`: no other block was on while it was trained
+        domains = (*change.manifest.domains, domain)
+        change.manifest = replace(change.manifest, domains=domains)
 
 
 def load_block(file: BlockFile, config: Mapping[str, Any]) -> CapabilityBlock:

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxstacks.errors import StoreError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.store import Store
 from mlxstacks.layers.blocks import attach_blocks, load_block
 from mlxstacks.routing.stack_reader import ResidentStats
@@ -39,25 +39,39 @@ class PlainLease:
 class ResidentBlocks:
     """The enabled blocks of a store. The model answers as its base until a lease is activated.
 
-    config: of the base. domains: in the store's order.
-    Raises: StoreError: a file that is bad, a block of another shape, a base that takes none.
+    config: of the base. budget_bytes: the most that the blocks may take; None for no limit.
+    domains: in the store's order.
+    Raises: InputError: blocks above the budget. StoreError: a file that is bad, a block of another
+        shape, a base that takes none.
     """
 
-    def __init__(self, model: nn.Module, store: Store, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        store: Store,
+        config: Mapping[str, Any],
+        budget_bytes: int | None = None,
+    ) -> None:
+        began, records = time.perf_counter(), store.enabled_stacks()
+        nbytes = sum(record.file.nbytes for record in records)
+        if budget_bytes is not None and nbytes > budget_bytes:
+            raise InputError(
+                f"{store.path}: its blocks take {nbytes} bytes, the budget is {budget_bytes}; "
+                "raise the budget, or disable domains (`mlxstacks stacks disable`)"
+            )
         try:
             self._decoder = attach_blocks(model)
         except ValueError as error:
             raise StoreError(f"{store.path}: {error}") from None
-        began, records = time.perf_counter(), store.enabled_stacks()
         blocks = {r.domain: load_block(store.read_block(r), config) for r in records}
         self._decoder.blocks = blocks
         model.eval()
         self.domains = self.loaded = tuple(blocks)
         self.nbytes = sum(array.nbytes for _, array in tree_flatten(blocks))
-        nbytes = sum(record.file.nbytes for record in records)
         self._stats = ResidentStats(
             misses=len(records), bytes_read=nbytes, bytes_hashed=nbytes,
             read_seconds=time.perf_counter() - began, resident_bytes=self.nbytes,
+            budget_bytes=budget_bytes,
         )  # fmt: skip
 
     @property

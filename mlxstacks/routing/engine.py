@@ -448,12 +448,12 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         )  # fmt: skip
         notes += attach_adapters(model, checkpoint, adapters, dtype)
     resident: Resident | ResidentBlocks | None = None
+    budget = settings.budget or default_budget()
     if store is not None and store.manifest.holds_blocks:
         if group is not None:
             raise InputError(f"{store.path}: capability blocks are not split over processes")
-        resident = ResidentBlocks(model, store, base.config)
+        resident = ResidentBlocks(model, store, base.config, budget)
     elif store is not None:
-        budget = settings.budget or default_budget()
         resident = Resident(model, store, budget_bytes=budget, dtype=dtype)
 
     # Of several processes, which all route alike, the first one.

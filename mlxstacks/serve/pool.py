@@ -126,7 +126,7 @@ class StackPool:
         self._versions: dict[str, str] = {}
         self.blocks: ResidentBlocks | None = None
         if store is not None and store.manifest.holds_blocks:
-            self.blocks = ResidentBlocks(model, store, config or {})
+            self.blocks = ResidentBlocks(model, store, config or {}, budget_bytes)
             self.blocks.weigh([])
             for record in store.enabled_stacks():
                 version = _version(record.domain, [record.file.sha256])

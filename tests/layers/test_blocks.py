@@ -15,8 +15,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.block_file import METADATA_KEY, BlockHeader, read_block, write_block
-from mlxstacks.files.manifest import DomainRecord
+from mlxstacks.files.block_file import METADATA_KEY, read_block, write_block
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.settings import StacksExportSettings, StacksVerifySettings
 from mlxstacks.files.stack_adapters import export_stack
@@ -27,16 +26,15 @@ from mlxstacks.layers.blocks import (
     BlockedDecoder,
     CapabilityBlock,
     attach_blocks,
-    block_arrays,
-    block_header,
     load_block,
     new_block,
+    store_block,
 )
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.routing.blocks import ResidentBlocks
 from mlxstacks.routing.features import without_stacks
 from mlxstacks.training.initial import set_initial_weights
-from tests.files.store_cases import BASE, header, tensors
+from tests.files.store_cases import BASE, add_domain
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32,
@@ -143,21 +141,8 @@ def a_store(path: Path) -> Store:
     """Two blocks, the second one disabled."""
     store = Store.create(path, "base", BASE)
     for seed, name in ((1, "a"), (2, "b")):
-        add(store, name, block_arrays(a_block(seed)), header_of(a_block(seed), name))
+        store_block(store, name, a_block(seed), StackSettings(rank=2), enabled=name == "a")
     return store
-
-
-def add(store: Store, name: str, arrays: dict[str, mx.array], head: Any) -> None:
-    with store.change() as change:
-        record = change.add_stack(arrays, head)
-        domains = (*change.manifest.domains, DomainRecord(name, name == "a", (record,)))
-        change.manifest = replace(change.manifest, domains=domains)
-
-
-def header_of(block: CapabilityBlock, name: str = "a", base: str = BASE) -> BlockHeader:
-    return block_header(
-        f"{name}-r1", name, block, StackSettings(rank=2), base_model="base", base_fingerprint=base
-    )
 
 
 def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
@@ -182,12 +167,13 @@ def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
 def test_blocks_and_stacks_do_not_share_a_store(tmp_path: Path) -> None:
     store = a_store(tmp_path / "store")
     before = store.manifest
-    head = header("c", base_fingerprint=BASE)
     with pytest.raises(ValueError, match="must lie in blocks"):
-        add(store, "c", tensors(head), head)
-    block, other = a_block(1), "full:" + "c" * 64
-    with pytest.raises(StoreError, match="holds stacks of one base"):
-        add(store, "c", block_arrays(block), header_of(block, "c", other))
+        add_domain(store, "c", 1)
+    with pytest.raises(ValueError, match="two domains named a"):
+        store_block(store, "a", a_block(1), StackSettings(rank=2))
+    other = replace(before, base_fingerprint="full:" + "c" * 64)
+    with pytest.raises(StoreError, match="its header says base fingerprint"):
+        Store(store.path, other).read_block(before.stacks[0])
     assert Store.open(store.path, blocks=True).manifest == before
     assert not list((store.path / "stacks").iterdir())
 
@@ -224,7 +210,7 @@ def test_a_write_that_dies_leaves_the_old_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
 ) -> None:
     store = a_store(tmp_path / "store")
-    before, block = store.manifest, a_block(7)
+    before = store.manifest
 
     def write(path: Path, *args: Any, **options: Any) -> None:
         if path.name == dies_at:
@@ -233,14 +219,15 @@ def test_a_write_that_dies_leaves_the_old_store(
 
     monkeypatch.setattr("mlxstacks.files.store.write_json", write)
     with pytest.raises(KeyboardInterrupt):
-        add(store, "c", block_arrays(block), header_of(block, "c"))
+        store_block(store, "c", a_block(7), StackSettings(rank=2))
     assert Store.open(store.path, blocks=True).manifest == before
     assert verified(store.path) == {}
 
 
 def test_hostile_files_of_blocks_are_refused(tmp_path: Path) -> None:
-    block = a_block(3)
-    arrays, head = block_arrays(block), header_of(block)
+    store = a_store(tmp_path / "store")
+    file = store.read_block(store.manifest.stacks[0])
+    arrays, head = file.tensors, file.header
     path = tmp_path / "block.safetensors"
     with pytest.raises(ValueError, match="NaN or Inf"):
         write_block(path, arrays | {"norm.weight": mx.full((16,), mx.nan)}, head)

@@ -61,6 +61,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert tiny.pool.hold({"a": 0.5}).weights == {"a": 0.5}
     with pytest.raises(ResourceLimitError, match="does not fit into memory now"):
         tiny.pool.hold({"a": 0.5}, reserved_bytes=60_000)
+    with pytest.raises(InputError, match="the budget is 1000; raise the budget, or disable"):
+        opened(tmp_path / "again", budget_bytes=1000)
     with pytest.raises(InputError, match="nothing named 'b' is served"):
         tiny.pool.hold({"b": 1.0})
     with pytest.raises(InputError, match="next to a store of capability blocks"):

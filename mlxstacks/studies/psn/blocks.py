@@ -15,7 +15,6 @@ alone. CONTROL-shuffled is trained on the control's rows with their answers' tok
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
@@ -41,17 +40,16 @@ from mlxstacks.errors import InputError
 from mlxstacks.evaluate import batches_of, evaluate_mean_loss, evaluate_row_losses
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.manifest import DomainRecord, StackRecord, stack_name
+from mlxstacks.files.manifest import StackRecord
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.blocks import (
     BlockedDecoder,
     attach_blocks,
-    block_arrays,
-    block_header,
     load_block,
     new_block,
+    store_block,
 )
 from mlxstacks.layers.nullspace import NullBasis, null_basis
 from mlxstacks.routing.features import PromptFeatures
@@ -290,8 +288,7 @@ class Cell:
             schedule="linear", final_share=0.0, log_every=settings.iters,
         )  # fmt: skip
         path = self.directory / f"{name}.state.safetensors"
-        of_base = self.store.manifest.base_fingerprint
-        run_id = json_sha256([of_base, self.seed, name])
+        run_id = json_sha256([self.store.manifest.base_fingerprint, self.seed, name])
         state = new_state(optimizer)
         if path.exists():
             state = load_state(path, self.model, optimizer, run_id)
@@ -311,17 +308,10 @@ class Cell:
             optimizer, state, seed=self.seed, on_step=on_step,
         )  # fmt: skip
         block.fold()
-        header = block_header(
-            stack_name(name, 1), name, block, shape.stack,
-            base_model=self.store.manifest.base_model, base_fingerprint=of_base,
-        )  # fmt: skip
-        with self.store.change("train", domain=name) as change:
-            record = change.add_stack(block_arrays(block), header)
-            about = shape.model_dump(mode="json")
-            new = DomainRecord(name, name in self.names, (record,), settings=about)
-            # not by `with_domain`: no block was on while it was trained
-            domains = (*change.manifest.domains, new)
-            change.manifest = replace(change.manifest, domains=domains)
+        about = shape.model_dump(mode="json")
+        store_block(
+            self.store, name, block, shape.stack, enabled=name in self.names, settings=about
+        )
         self.blocked.blocks = others
         self.model.eval()
 
