@@ -42,7 +42,6 @@ from mlxstacks.recipe.resolve import (
     Resolved,
     call,
     finished,
-    merge,
     resolve,
     shown,
     validate,
@@ -50,6 +49,7 @@ from mlxstacks.recipe.resolve import (
 )
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, TERMINAL_ONLY, command_named, nearest
+from mlxstacks.settings import merge
 from mlxstacks.study.run_directory import work_path
 
 if TYPE_CHECKING:

@@ -321,7 +321,7 @@ def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
 
 
 def test_what_a_study_of_ones_own_says_wrongly_is_one_line(tmp_path: Path) -> None:
-    class Endless(coin.CoinStudy):
+    class Endless(coin.CoinStudy):  # type: ignore[name-defined]
         def conclude(self, work: Path) -> Result:
             return self.result(data={"odds": {"loaded": math.inf}})
 

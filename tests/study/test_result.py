@@ -306,7 +306,10 @@ def test_every_block_of_an_exploratory_result_is_marked() -> None:
 
 
 def test_numbers_of_arrays_are_pythons_own_and_nan_is_no_value() -> None:
-    rows = [("a", np.int64(3), (np.float32(0.5), 0.25, np.nan)), ("b", np.nan, (np.nan, 1.0))]
+    rows: list[Any] = [
+        ("a", np.int64(3), (np.float32(0.5), 0.25, np.nan)),
+        ("b", np.nan, (np.nan, 1.0)),
+    ]
     table = Table.of("t", "T", {"x": "text", "n": "count", "s": "share"}, rows)
     assert table.rows == (("a", 3, 0.5), ("b", None, None))
     data = {
@@ -321,7 +324,8 @@ def test_numbers_of_arrays_are_pythons_own_and_nan_is_no_value() -> None:
     for value in (math.inf, np.array([math.inf]), {1}, object()):
         with pytest.raises(ValidationError, match=r"data\.a.* cannot be written to JSON"):
             coin(data={"a": value})
-    for cell in ((1, 2, 3, 4), (1,), {"a": 1}, ("a", "b")):
+    cells: list[Any] = [(1, 2, 3, 4), (1,), {"a": 1}, ("a", "b")]
+    for cell in cells:
         with pytest.raises(ValidationError, match="is no cell; give text"):
             Table.of("t", "T", {"x": "text", "n": "count"}, [("a", cell)])
 
