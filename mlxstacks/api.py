@@ -42,7 +42,6 @@ from mlxstacks.recipe.resolve import (
     Resolved,
     call,
     finished,
-    merge,
     resolve,
     shown,
     validate,
@@ -50,6 +49,7 @@ from mlxstacks.recipe.resolve import (
 )
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, TERMINAL_ONLY, command_named, nearest
+from mlxstacks.settings import merge
 from mlxstacks.study.run_directory import work_path
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def run(
     values = merge(recipe, settings)
     name = values.pop("command", None)
     if not isinstance(name, str):
-        raise InputError(f"command: got {name!r}; give the name of one, as in 'stack compare'")
+        got = f"got {name!r}" if "command" in recipe else f"not among {', '.join(map(str, recipe))}"
+        raise InputError(f"command: {got}; give the name of one, as in 'stack compare'")
     return _command(ALIASES.get(name, name), values, progress, dry_run, resume=True)
 
 
@@ -298,7 +299,9 @@ def _rows_written(data: Any, target: Path, keyword: str = "data") -> Iterator[Pa
 
         message = re.sub(line, in_memory, str(error))
         message = message.replace(json.dumps(str(path)), "rows in memory")
-        error.args = (message.replace(str(path), keyword),)
+        for shown in (path.absolute(), path):
+            message = message.replace(str(shown), keyword)
+        error.args = (message,)
         raise
 
 

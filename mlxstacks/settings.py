@@ -46,6 +46,16 @@ def _takes(annotation: Any, *kinds: Any) -> bool:
     return annotation in kinds or any(_takes(part, *kinds) for part in parts)
 
 
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one, `high` winning, nested mappings merged key by key."""
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
 class Settings(BaseModel):
     """Frozen, without unknown keys.
 

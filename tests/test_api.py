@@ -685,7 +685,12 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             ("data=pandas.read_csv('rows.csv')",),
         ),
         (lambda: untyped.eval("model", data=PAIRS), ("tasks='items' takes nano's items",)),
+        (
+            lambda: untyped.train(data="data/rows.tsv", save_path="x"),
+            ("data/rows.tsv: no such file or directory",),
+        ),
         (lambda: untyped.run({"command": "chat"}), ("for a terminal; here ms.load",)),
+        (lambda: untyped.run({"comand": "chat"}), ("command: not among comand; give the name",)),
         (lambda: untyped.fuse(None, []), ("adapter_path: got an empty list",)),
         (lambda: untyped.stack(data={3: PAIRS}), ("3 is no name; give text, as {'3': rows}",)),
         (lambda: untyped.Result.open(3), ("path: got 3; give the directory",)),

@@ -67,7 +67,7 @@ def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
         return data
     if not data:
         raise InputError("data is empty; give a file, a directory or the id of a data set")
-    is_file = data.endswith((*SUFFIXES, TEXT_SUFFIX)) or os.path.exists(data)
+    is_file = data.lower().endswith((*SUFFIXES, TEXT_SUFFIX, *_NOT_READ)) or os.path.exists(data)
     is_id = _HUB_ID.fullmatch(data) and not is_file
     source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
     return TrainDataSettings(sources=(source,))

@@ -387,12 +387,22 @@ def stack_tensors(
 
     Raises: AdapterError listing modules that no stack can sit on, and numbers too large.
     """
-    problems = [
-        f"{path}: stacks sit on linear and expert projections of decoder layers, not on "
-        "embeddings, heads and routers; leave this module out of the adapter, or fuse it"
+    outside = [
+        path
         for path in adapter.modules
         if is_embedding_name(path) or is_router_name(path) or not _IN_A_LAYER.search(path)
     ]
+    problems = []
+    if outside:
+        inside = adapter.modules.keys() - {*outside}
+        keys = ", ".join(sorted({_IN_A_LAYER.split(path)[-1] for path in inside}))
+        train = f"train it again with `lora_parameters: {{keys: [{keys}]}}`, or " if keys else ""
+        more = f" and {len(outside) - 4:,} more" if len(outside) > 4 else ""
+        problems.append(
+            f"{', '.join(outside[:4])}{more}: stacks sit on linear and expert projections of "
+            "decoder layers, not on embeddings, heads and routers; "
+            f"{train}fuse the adapter into its base (`mlxstacks fuse`)"
+        )
     tensors: dict[str, mx.array] = {}
     rounding = [0.0]
     for path, module in adapter.modules.items():

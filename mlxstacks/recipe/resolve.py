@@ -23,6 +23,7 @@ from mlxstacks.files.outputs import PLACES, read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
+from mlxstacks.settings import merge
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -73,16 +74,6 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
             value = {part: value}
         values = merge(values, value)
     return values
-
-
-def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Both mappings in one, `high` winning, nested mappings merged key by key."""
-    merged = dict(low)
-    for key, value in high.items():
-        old = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
-    return merged
 
 
 def resolve(

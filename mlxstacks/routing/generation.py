@@ -214,6 +214,8 @@ def encode_prompt(
         closed = tokens
     else:
         chat = open_chat(messages, tokenizer, rendering, tools)
+        if tools and chat.text() == open_chat(messages, tokenizer, rendering).text():
+            raise InputError("tools: the model's chat template has no place for them")
         tokens = chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
         closed = chat.encode(chat.text(enable_thinking=rendering.enable_thinking), limit)
     if not tokens:

@@ -3,9 +3,10 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 RESULT = "result.json"
 
@@ -13,7 +14,29 @@ Kind = Literal["text", "count", "number", "change", "share", "points", "p", "byt
 """How a column's numbers are shown. count: 1,234; number: with `digits` behind the point, else four
 significant ones; change: the same with its sign; share: 0.123 as 12.3%; points: 0.123 as +12.3 (a
 difference of shares); p: two significant digits."""
-Cell = str | int | float | bool | tuple[float, float] | tuple[float, float, float] | None
+
+
+def _cell(value: Any) -> Any:
+    """An interval that lacks an end is none: the estimate alone."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    numbers = isinstance(value, list | tuple) and all(
+        isinstance(v, int | float | None) for v in value
+    )
+    if not numbers or len(value) not in (2, 3):
+        raise ValueError(
+            f"{value!r:.80} is no cell; give text, a number, an interval of two numbers, an "
+            "estimate with its interval of three, or None"
+        )
+    if None in value:
+        return value[0] if len(value) == 3 else None
+    return value
+
+
+Cell = Annotated[
+    str | int | float | bool | tuple[float, float] | tuple[float, float, float] | None,
+    BeforeValidator(_cell),
+]
 """None: no value. Two numbers: an interval; three: an estimate with its interval."""
 
 
@@ -23,13 +46,53 @@ Columns = Mapping[str, Kind | tuple[Kind, int]]
 Id = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}$")]
 
 
+def problem_of(error: ValidationError) -> str:
+    """The first of what a pydantic model refuses, in one line: its place and why."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(map(str, (*first["loc"], "")))[:-1]
+    why = first["msg"].removeprefix("Value error, ")
+    return f"{ascii(place)[1:-1]:.200}: {why}" if place else why
+
+
 def counted(count: int, what: str) -> str:
     """1 row, 2 rows, 1,000 rows."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def _plain(value: Any, place: str = "") -> Any:
+    """Numbers and arrays of numpy, MLX and torch as Python's own, NaN as None, as JSON has neither.
+
+    Raises: ValueError: what JSON cannot hold, by its place.
+    """
+    if isinstance(value, str | int | BaseModel | None):
+        return value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ValueError(f"{place}: {value} cannot be written to JSON; None is no value")
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {
+            _plain(key): _plain(each, f"{place}.{key}".strip(".")) for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each, f"{place}[{at}]") for at, each in enumerate(value))
+    if isinstance(value, PurePath):
+        return str(value)
+    if callable(to_list := getattr(value, "tolist", None)):
+        return _plain(to_list(), place)
+    raise ValueError(
+        f"{place}: {type(value).__name__} cannot be written to JSON; give text, numbers, lists "
+        "or dicts of them, or None"
+    )
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_values(cls, fields: Any) -> Any:
+        return _plain(fields)
 
 
 class Column(_Part):

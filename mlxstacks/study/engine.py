@@ -46,7 +46,7 @@ from mlxstacks.processes import (
     wait_for_all,
 )
 from mlxstacks.settings import Settings
-from mlxstacks.study.document import RESULT, Standing
+from mlxstacks.study.document import RESULT, Standing, problem_of
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
@@ -217,6 +217,8 @@ def run_study(
     except InputError as error:
         error.args = (_keywords_in(str(error)),)
         raise
+    except ValidationError as error:
+        raise InputError(f"{study.kind}: {error.title}: {problem_of(error)}") from error
 
 
 def _keywords_in(message: str) -> str:

@@ -20,7 +20,15 @@ from pydantic import ValidationError
 from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
-from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table, plain_names
+from mlxstacks.study.document import (
+    RESULT,
+    Document,
+    Plot,
+    Standing,
+    Table,
+    plain_names,
+    problem_of,
+)
 from mlxstacks.study.integrity import check_provenance
 from mlxstacks.study.render.words import clean
 
@@ -203,9 +211,7 @@ class Result(Document, metaclass=_OfPeople):
         try:
             return cls.model_validate_json(json.dumps(document))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{ascii(place)[1:-1]:.200}: {first['msg']}") from None
+            raise ValueError(problem_of(error)) from None
 
     def checked(self, directory: Path) -> "Result":
         """This result beside what lies in its directory now. Raises: as `check_provenance`."""

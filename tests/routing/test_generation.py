@@ -284,6 +284,8 @@ def test_refused_and_empty_prompts_are_input_errors(loaded: Any, tmp_path: Path)
     _, tokenizer, _ = base_model.load(path, lazy=True)
     with pytest.raises(InputError, match="no system here"):
         encode_prompt(tokenizer, user("x"))
+    with pytest.raises(InputError, match="chat template has no place for them"):
+        encode_prompt(loaded[1], user("x"), tools=[{"function": {"name": "add"}}])
     (path / "chat_template.jinja").write_text("{{ '' }}")
     _, tokenizer, _ = base_model.load(path, lazy=True)
     with pytest.raises(InputError, match="no tokens"):

@@ -5,6 +5,7 @@ Run: pytest tests/study/test_engine.py
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -317,3 +318,12 @@ def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
     assert result.question in page
     assert "No command of mlxstacks makes this result again" in page
     assert "<svg" in page
+
+
+def test_what_a_study_of_ones_own_says_wrongly_is_one_line(tmp_path: Path) -> None:
+    class Endless(coin.CoinStudy):  # type: ignore[name-defined]
+        def conclude(self, work: Path) -> Result:
+            return self.result(data={"odds": {"loaded": math.inf}})
+
+    with pytest.raises(InputError, match=r"^coin: Result: data\.odds\.loaded: inf cannot be"):
+        run_study(Endless(coin.CoinSettings(save_path=str(tmp_path / "coin"))))

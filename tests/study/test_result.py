@@ -4,6 +4,7 @@ Run: pytest tests/study/test_result.py
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -300,6 +303,31 @@ def test_every_block_of_an_exploratory_result_is_marked() -> None:
         assert "In words (EXPLORATORY)" in text
     assert text.count("(EXPLORATORY)") == 3  # the alt of the picture
     assert result._repr_html_().count("(EXPLORATORY)") >= 4
+
+
+def test_numbers_of_arrays_are_pythons_own_and_nan_is_no_value() -> None:
+    rows: list[Any] = [
+        ("a", np.int64(3), (np.float32(0.5), 0.25, np.nan)),
+        ("b", np.nan, (np.nan, 1.0)),
+    ]
+    table = Table.of("t", "T", {"x": "text", "n": "count", "s": "share"}, rows)
+    assert table.rows == (("a", 3, 0.5), ("b", None, None))
+    data = {
+        "a": np.arange(2),
+        "b": {np.str_("c"): float("nan")},
+        "d": mx.array([0.5]),
+        "e": Path("f"),
+    }
+    result = coin(data=data)
+    assert result.data == {"a": [0, 1], "b": {"c": None}, "d": [0.5], "e": "f"}
+    assert Result.from_json(result.as_json()) == result
+    for value in (math.inf, np.array([math.inf]), {1}, object()):
+        with pytest.raises(ValidationError, match=r"data\.a.* cannot be written to JSON"):
+            coin(data={"a": value})
+    cells: list[Any] = [(1, 2, 3, 4), (1,), {"a": 1}, ("a", "b")]
+    for cell in cells:
+        with pytest.raises(ValidationError, match="is no cell; give text"):
+            Table.of("t", "T", {"x": "text", "n": "count"}, [("a", cell)])
 
 
 def test_the_page_on_studies_shows_every_kind_as_it_is_printed() -> None:

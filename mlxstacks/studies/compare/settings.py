@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from mlxstacks.layers.settings import StackSettings
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, merge
 from mlxstacks.training.settings import StackRunSettings, names_a_file
 
 # What a question can be decided by; see analysis.py.
@@ -153,7 +153,7 @@ class CompareSettings(Settings):
         """The run of an arm. given: what a cell sets, as seed and save_path."""
         # What is at its default counts as not said: some checks ask whether it was.
         values = self.run.model_dump(exclude_defaults=True)
-        return StackRunSettings.model_validate(overlaid(values, arm.change) | given)
+        return StackRunSettings.model_validate(merge(values, arm.change) | given)
 
 
 def _fault(detail: Mapping[str, Any]) -> str:
@@ -171,13 +171,3 @@ def at_rate(arm: ArmSettings, rate: float, *, search: bool = False) -> ArmSettin
     """An arm with that learning rate; of a search its name says so."""
     update = {"change": {**arm.change, "learning_rate": rate}}
     return arm.model_copy(update=update | ({"name": f"{arm.name}_rate-{rate}"} if search else {}))
-
-
-def overlaid(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, `high` winning; mappings are merged key by key."""
-    merged = dict(low)
-    for key, value in high.items():
-        old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = overlaid(old, value) if both else value  # type: ignore[arg-type]
-    return merged

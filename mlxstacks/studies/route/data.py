@@ -207,18 +207,22 @@ class _Source:
     def _stored(self) -> dict[Label, list[Example]]:
         """Rows that the domains were trained with, and those that were held out."""
         store, wanted = self.store, dict[str, DomainDataSettings]()
+        missing = []
         for name in self.domains:
             try:
                 wanted[name] = stored_data(store, store.domain_named(name), self.settings.data)
             except InputError as error:
-                self.notes.append(f"No prompts of {name}: {error}")
+                missing.append(f"No prompts of {name}: {error}")
         if not wanted:
+            if self.settings.data:  # one place: the others lack the same
+                del missing[1:]
             raise InputError(
-                "\n  ".join([f"{store.path}: the data of its domains is not here:", *self.notes])
+                "\n  ".join([f"{store.path}: the data of its domains is not here:", *missing])
                 + "\ngive --data, the directory that they were trained with, or one with NAME.jsonl"
                 f" (in Python {{NAME: rows}}), NAME being {', '.join(self.domains)}, two joined "
                 f"with +, or {OTHERS}"
             )
+        self.notes.extend(missing)
         records = {name: store.domain_named(name).split for name in wanted}
         splits = {name: store.read_json(file) for name, file in records.items() if file is not None}
         read = read_domains(wanted, Path(), tokenizer=self.tokenizer, stored=splits)

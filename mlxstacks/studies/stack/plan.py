@@ -267,9 +267,19 @@ def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainD
     roots = [user_path(data)] if data else [*data_directories(store), Path()]
     if placed := _placed(settings, roots):
         return placed
-    files = ", ".join(source.path for source in settings.sources if source.path is not None)
+    files = [source.path for source in settings.sources if source.path is not None]
+    raise InputError(nowhere(files, roots))
+
+
+def nowhere(files: Sequence[str], roots: Sequence[Path]) -> str:
+    """That no directory has all files of a domain, and what there is in the one that was named."""
+    named = ", ".join(files)
     places = ", ".join(str(root.absolute()) for root in roots)
-    raise InputError(f"{files} not there (in {places}); give --data, the directory they are in")
+    if len(roots) == 1 and roots[0].is_file():
+        return f"{places} is a file; give --data, a directory with {named}"
+    there = sorted(path.name for path in roots[0].glob("*.jsonl")) if len(roots) == 1 else []
+    beside = f", where {', '.join(there[:4])} {'is' if len(there) == 1 else 'are'}" if there else ""
+    return f"{named} not there (in {places}{beside}); give --data, the directory they are in"
 
 
 def _placed(settings: DomainDataSettings, roots: Sequence[Path]) -> DomainDataSettings | None:

@@ -14,7 +14,7 @@ from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.settings import StacksRetrainSettings
 from mlxstacks.files.store import Store, data_directories, find_base
 from mlxstacks.files.store_commands import open_store
-from mlxstacks.studies.stack.plan import data_settings_of, run_settings_of
+from mlxstacks.studies.stack.plan import data_settings_of, nowhere, run_settings_of
 from mlxstacks.studies.stack.run import Progress
 from mlxstacks.studies.stack.run import run as run_stack
 from mlxstacks.study.result import Result
@@ -57,11 +57,7 @@ def stack_settings(
     roots = [user_path(settings.data)] if settings.data else [*data_directories(store), Path()]
     root = next((r for r in roots if all((r / file).exists() for file in files)), None)
     if root is None:
-        places = ", ".join(str(root.absolute()) for root in roots)
-        raise InputError(
-            f"{record.name}: {', '.join(files)} not there (in {places}); give --data, the "
-            "directory they are in"
-        )
+        raise InputError(f"{record.name}: {nowhere(files, roots)}")
     return StackRunSettings.model_validate({
         **known,
         "model": settings.model or str(find_base(store, None).directory),

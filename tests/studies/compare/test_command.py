@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mlxstacks.studies.compare.settings import CompareSettings, overlaid
+from mlxstacks.settings import merge
+from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.study import child_process
 from tests.studies.compare_cases import ARMS, RUN
 from tests.studies.stack_cases import write_places
@@ -112,6 +113,6 @@ def test_an_arm_of_one_expert_need_not_say_how_many_a_token_uses() -> None:
 
 def test_changes_are_laid_over_key_by_key() -> None:
     low = {"a": {"b": 1, "c": 2}, "d": 3, "e": {"f": 1}}
-    assert overlaid(low, {"a": {"b": 5}, "e": None}) == {"a": {"b": 5, "c": 2}, "d": 3, "e": None}
-    assert overlaid({"e": None}, {"e": {"f": 2}}) == {"e": {"f": 2}}
+    assert merge(low, {"a": {"b": 5}, "e": None}) == {"a": {"b": 5, "c": 2}, "d": 3, "e": None}
+    assert merge({"e": None}, {"e": {"f": 2}}) == {"e": {"f": 2}}
     assert low == {"a": {"b": 1, "c": 2}, "d": 3, "e": {"f": 1}}
