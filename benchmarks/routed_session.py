@@ -33,6 +33,7 @@ from mlxstacks.nano.exports import with_nano
 from mlxstacks.recipe.on_nano import route as route_on_nano
 from mlxstacks.routing.engine import RoutedModel, open_routed, sampling_of
 from mlxstacks.routing.outcomes import RouterExample
+from mlxstacks.routing.resident import Resident
 from mlxstacks.routing.router_training import group_key
 from mlxstacks.routing.settings import AnswerSettings, OutcomeSettings
 from mlxstacks.studies.route.data import read_examples, routed_domains, split_of
@@ -128,7 +129,7 @@ def summary(turns: Sequence[Turn], stacks: int) -> dict[str, Any]:
 
 def largest_stacks_bytes(engine: RoutedModel) -> int:
     """What the stacks of the largest domain take in memory, packed."""
-    assert engine.resident is not None
+    assert isinstance(engine.resident, Resident)
     sizes = []
     for name in engine.domains:
         before = engine.resident.stats.resident_bytes
