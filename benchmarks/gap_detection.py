@@ -4,9 +4,9 @@
 
 Each file is a domain: rows in any format that training data has. A test is fitted on all domains
 but one, as `mlxstacks route train` does it (mlxstacks/routing/gap_detector.py), and asked for
-prompts of that one; of the others a fifth is held out for the threshold and a tenth to count false
-alarms, which chose nothing. The router's energy is not among them: this needs no stacks and no
-router. Prints a table; writes nothing.
+prompts of that one; so is the test that the others alone would choose. Of the others a fifth is
+held out for the threshold and a tenth to count false alarms, which chose nothing. The router's
+energy is not among the tests: this needs no stacks and no router. Prints a table; writes nothing.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from mlxstacks.routing.gap_detector import (
     GapRows,
     candidate_layers,
     candidates,
+    fit_detector,
     fitted,
     some_rows,
     spelled,
@@ -53,8 +54,8 @@ def read_rows(model: str, files: dict[str, Path], rows: int) -> GapRows:
     means = FeatureTable(features, every).means(every)
     labels = [(name,) for name, of_domain in prompts.items() for _ in of_domain]
     return GapRows(
-        means, features.pooled_layers, np.zeros((len(labels), len(files))), tuple(files), labels,
-        np.arange(len(labels)) % 10 >= 7,
+        means, features.pooled_layers, [features.tokens(prompt) for prompt in every],
+        np.zeros((len(labels), len(files))), tuple(files), labels, np.arange(len(labels)) % 10 >= 7,
     )  # fmt: skip
 
 
@@ -69,28 +70,30 @@ def main() -> None:
     counted = {name: sum(label == (name,) for label in rows.labels) for name in files}
     print(f"{counted} prompts, layers {rows.layers}")
     spare = np.arange(len(rows.labels)) % 10 == 9
-    print(f"{'test':34} {'mean':>5} {'alarms':>16}  " + "  ".join(f"{n:>8}" for n in files))
-    table = []
-    for tests in candidates(rows.layers):
-        if any(not layer for _, layer in tests):
-            continue
+    print(f"{'test':36} {'mean':>5} {'alarms':>16}  " + "  ".join(f"{n:>8}" for n in files))
+    table, chosen = [], dict[str, object]()
+    # None: what the other domains choose
+    for tests in [None, *(t for t in candidates(rows.layers) if ("energy", 0) not in t)]:
         found, alarms = [], []
         for place, name in enumerate(files):
             alone = np.array([label == (name,) for label in rows.labels])
             others = [d for d in range(len(files)) if d != place]
-            detector = fitted(some_rows(rows, ~alone & ~spare, others), tests)
+            seen = some_rows(rows, ~alone & ~spare, others)
+            detector = fitted(seen, tests) if tests else fit_detector(seen)[0]
+            assert detector is not None
+            chosen |= {} if tests else {name: detector.rule.chosen_by["test"]}
             at = [rows.layers.index(layer) for layer in detector.layers]
-            flags = detector.is_gap(rows.means[:, at], rows.logits)
+            flags = detector.is_gap(rows.means[:, at], rows.tokens, rows.logits[:, others])
             found.append(flags[alone].mean())
             alarms += flags[~alone & spare].tolist()
         bounds = wilson_interval(sum(alarms), len(alarms))
         words = f"{np.mean(alarms):.1%} ({bounds.low:.1%}-{bounds.high:.1%})"
         shares = "  ".join(f"{share:8.0%}" for share in found)
-        table.append(
-            (np.mean(found), f"{spelled(tests):34} {np.mean(found):5.0%} {words:>16}  {shares}")
-        )
+        test = spelled(tests) if tests else "chosen without the domain"
+        table.append((np.mean(found), f"{test:36} {np.mean(found):5.0%} {words:>16}  {shares}"))
     for _, line in sorted(table, reverse=True):
         print(line)
+    print(f"chosen without the domain: {chosen}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ directions; routing/gap_detector.py says what they are for):
 
     gap.i.centre (D)   gap.i.directions (q, D)   gap.i.scales (q + 1)   gap.i.references (r, D)
 
+Of the test `tokens` they are q token ids, rising, and their log-probabilities in r domains, last
+that of any other token: gap.i.directions (q), gap.i.references (r, q + 1).
+
 Row d of domain_queries and column d of its logits belong to `domains[d]`; everything outside the
 network goes by the domain's name.
 """
@@ -45,14 +48,14 @@ REPAIR = "restore this file from a copy, or train a router again with `mlxstacks
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-GapTest = Literal["energy", "mahalanobis", "nearest prompt"]
+GapTest = Literal["energy", "mahalanobis", "nearest prompt", "tokens"]
 
 
 @dataclass(frozen=True)
 class GapPart:
     """One test of a gap detector. layer: the decoder layer behind which prompts are compared, from
-    1; 0 for `energy`, which has neither references nor directions. mean, deviation: of the test on
-    held-out prompts of known domains.
+    1; 0 for `tokens`, and for `energy`, which has neither references nor directions. mean,
+    deviation: of the test on held-out prompts of known domains.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -130,16 +133,15 @@ class RouterHeader(FileHeader):
         if self.chat_domain is not None and self.chat_domain not in self.domains:
             yield f"chat_domain {self.chat_domain} is none of the domains"
         for part in self.gaps.parts if self.gaps else ():
-            compares = part.test != "energy"
-            if (part.layer > 0, part.references > 0) != (compares, compares):
+            wanted = part.test in ("mahalanobis", "nearest prompt"), part.test != "energy"
+            if (part.layer > 0, part.references > 0) != wanted:
                 yield f"gaps: {part.test} has layer {part.layer}, references {part.references}"
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
         shapes = router_shapes(self.input_dims, len(self.domains), self.hidden_dims)
         for number, part in enumerate(self.gaps.parts if self.gaps else ()):
-            if part.test != "energy":
-                shapes |= gap_shapes(number, part, self.input_dims)
+            shapes |= gap_shapes(number, part, self.input_dims)
         return {name: ("F32", shape) for name, shape in sorted(shapes.items())}
 
 
@@ -171,11 +173,13 @@ def router_shapes(
 
 
 def gap_shapes(number: int, part: GapPart, input_dims: int) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape of a part of a gap detector."""
-    q, D = part.directions, input_dims
-    shapes: dict[str, tuple[int, ...]] = {
-        "centre": (D,), "directions": (q, D), "scales": (q + 1,), "references": (part.references, D)
-    }  # fmt: skip
+    """Tensor name -> shape of a part of a gap detector; none of `energy`."""
+    r, q, D = part.references, part.directions, input_dims
+    shapes: dict[str, tuple[int, ...]] = {}
+    if part.test == "tokens":
+        shapes = {"directions": (q,), "references": (r, q + 1)}
+    elif part.test != "energy":
+        shapes = {"centre": (D,), "directions": (q, D), "scales": (q + 1,), "references": (r, D)}
     return {f"gap.{number}.{name}": shape for name, shape in shapes.items()}
 
 

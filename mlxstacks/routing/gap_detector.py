@@ -7,10 +7,14 @@ of them. Other tests are tried, each a number that is larger the stranger a prom
                      joint energy of a network with several labels)
     mahalanobis      squared distance to the nearest domain's mean prompt (Lee et al. 2018)
     nearest prompt   -cosine to the nearest training prompt (Sun et al. 2022, with k = 1)
+    tokens           min_k mean_t -log((c_kt + 0.5) / sum_u (c_ku + 0.5)) over the prompt's distinct
+                     tokens t; c_kt: how often domain k's training prompts have t. All tokens that
+                     none of them has are one (Krichevsky & Trofimov 1981 add the 0.5)
 
-The last two compare mean residuals behind one decoder layer, whitened by the covariance inside
-domains, which is shrunk towards a multiple of the identity as far as its sample is noise (Ledoit &
-Wolf 2004). A mean of several tests, each in deviations of known prompts, is a candidate too.
+Mahalanobis and the nearest prompt compare mean residuals behind one decoder layer, whitened by the
+covariance inside domains, which is shrunk towards a multiple of the identity as far as its sample
+is noise (Ledoit & Wolf 2004). A mean of several tests, each in deviations of known prompts, is a
+candidate too.
 
 Which one a router gets is found without any unseen domain: each of its domains is left out in turn,
 a candidate fitted on the others, and what it finds of the one that was left out counts. Its
@@ -18,13 +22,14 @@ threshold is one that a known prompt exceeds with a probability of at most 5%: t
 of held-out prompts by which a split conformal test rejects. (For several tests that is nearly so:
 what each is divided by comes from the same prompts.)
 
-Letters: N prompts, L layers, D width of the base, q directions, r references.
+Letters: N prompts, L layers, D width of the base, q directions, r references, S tokens.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,18 +41,23 @@ FALSE_ALARMS = 0.05
 # The order statistic above needs so many held-out prompts.
 LEAST_HELD_OUT = math.ceil(1 / FALSE_ALARMS) - 1
 MOST_REFERENCES, MOST_DIRECTIONS = 2000, 256
+_ADDED = 0.5
 
+T = TypeVar("T")
 Label = tuple[str, ...]
+Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
 class GapRows:
-    """Prompts to fit on. means (N, L, D) behind `layers`; logits (N, n) of the router for
-    `domains`; labels: of which domains each prompt is; held_out (N,) bool: from its training.
+    """Prompts to fit on. means (N, L, D) behind `layers`; tokens: N x S ids; logits (N, n) of the
+    router for `domains`; labels: of which domains each prompt is; held_out (N,) bool: from its
+    training.
     """
 
     means: np.ndarray
     layers: tuple[int, ...]
+    tokens: Prompts
     logits: np.ndarray
     domains: tuple[str, ...]
     labels: Sequence[Label]
@@ -57,11 +67,23 @@ class GapRows:
     def space(self, layer: int) -> "_Space":
         """What training prompts say of a layer; worked out once."""
         if layer not in self._spaces:
-            is_trained = ~self.held_out
-            labels = [label for label, keep in zip(self.labels, is_trained, strict=True) if keep]
-            means = self.means[is_trained, self.layers.index(layer)]
-            self._spaces[layer] = _space(means, labels)
+            means = self.means[~self.held_out, self.layers.index(layer)]
+            self._spaces[layer] = _space(means, _kept(self.labels, ~self.held_out))
         return self._spaces[layer]
+
+    @cached_property
+    def frequencies(self) -> dict[str, np.ndarray]:
+        """directions (q,): the ids that training prompts have, rising. references (r, q + 1):
+        log-probabilities of them, and of any other, in each class.
+        """
+        prompts, labels = _kept(self.tokens, ~self.held_out), _kept(self.labels, ~self.held_out)
+        ids, places = np.unique(np.concatenate(prompts), return_inverse=True)
+        classes = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        counts = np.full((len(classes), len(ids) + 1), _ADDED)
+        of_class = np.repeat([classes[label] for label in labels], [*map(len, prompts)])
+        np.add.at(counts, (of_class, places), 1)
+        shares = counts / counts.sum(axis=1, keepdims=True)
+        return {"directions": ids, "references": np.log(shares)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +98,21 @@ class GapDetector:
         """Decoder layers whose means `strangeness` takes, rising."""
         return tuple(sorted({part.layer for part in self.rule.parts if part.layer}))
 
-    def strangeness(self, means: np.ndarray, logits: np.ndarray) -> np.ndarray:
-        """means (N, L, D) behind `layers`, logits (N, n) -> (N,); a gap is above the threshold."""
+    def strangeness(self, means: np.ndarray, tokens: Prompts, logits: np.ndarray) -> np.ndarray:
+        """means (N, L, D) behind `layers`, tokens N x S ids, logits (N, n) -> (N,); a gap is above
+        the threshold.
+        """
         total = np.zeros(len(logits))
         for number, part in enumerate(self.rule.parts):
-            arrays = {n: self.tensors[n] for n in _names(number, part)}
+            arrays = {n: self.tensors[n] for n in gap_shapes(number, part, 0)}
             at = means[:, self.layers.index(part.layer)] if part.layer else None
-            total += (_measured(part.test, number, arrays, at, logits) - part.mean) / part.deviation
+            values = _measured(part.test, number, arrays, at, tokens, logits)
+            total += (values - part.mean) / part.deviation
         return np.asarray(total / len(self.rule.parts))
 
-    def is_gap(self, means: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    def is_gap(self, means: np.ndarray, tokens: Prompts, logits: np.ndarray) -> np.ndarray:
         """(N,) bool."""
-        return np.asarray(self.strangeness(means, logits) > self.rule.threshold)
+        return np.asarray(self.strangeness(means, tokens, logits) > self.rule.threshold)
 
 
 def detector_of(file: RouterFile) -> GapDetector | None:
@@ -129,15 +154,18 @@ def fit_detector(rows: GapRows) -> tuple[GapDetector | None, str]:
 
 
 Tests = tuple[tuple[GapTest, int], ...]
-"""Tests whose mean is taken, each with its decoder layer, 0 for `energy`."""
+"""Tests whose mean is taken, each with its decoder layer, 0 where it has none."""
 
 
 def candidates(layers: Sequence[int]) -> Iterator[Tests]:
     """The tests that are compared, few before many: each alone, and means of them."""
     nearest: Tests = tuple(("nearest prompt", layer) for layer in layers)
     far: Tests = tuple(("mahalanobis", layer) for layer in layers)
-    every: Tests = (("energy", 0), *nearest, *far)
-    yield from dict.fromkeys([*((test,) for test in every), nearest, far, far[-2:], every])
+    tokens: Tests = (("tokens", 0),)
+    every: Tests = (("energy", 0), *tokens, *nearest, *far)
+    pairs = ((*tokens, test) for test in far)
+    means = (nearest, far, far[-2:], (*tokens, *far[-2:]), (*tokens, *nearest), every)
+    yield from dict.fromkeys([*((test,) for test in every), *pairs, *means])
 
 
 def spelled(tests: Tests) -> str:
@@ -169,7 +197,7 @@ def _left_out(rows: GapRows, tests: Sequence[Tests]) -> dict[str, dict[str, Any]
         for parts in tests:
             detector = fitted(seen, parts)
             at = [rows.layers.index(layer) for layer in detector.layers]
-            flags = detector.is_gap(unseen.means[:, at], unseen.logits)
+            flags = detector.is_gap(unseen.means[:, at], unseen.tokens, unseen.logits)
             rate = rate_json(int(flags.sum()), len(flags))
             table.setdefault(spelled(parts), {})[name] = rate
     return table
@@ -178,38 +206,36 @@ def _left_out(rows: GapRows, tests: Sequence[Tests]) -> dict[str, dict[str, Any]
 def some_rows(rows: GapRows, chosen: np.ndarray, domains: Sequence[int]) -> GapRows:
     """The prompts where chosen (N,) bool holds, with the logits of these domains."""
     return GapRows(
-        rows.means[chosen], rows.layers, rows.logits[chosen][:, domains],
-        tuple(rows.domains[d] for d in domains),
-        [label for label, keep in zip(rows.labels, chosen, strict=True) if keep],
-        rows.held_out[chosen],
+        rows.means[chosen], rows.layers, _kept(rows.tokens, chosen),
+        rows.logits[chosen][:, domains], tuple(rows.domains[d] for d in domains),
+        _kept(rows.labels, chosen), rows.held_out[chosen],
     )  # fmt: skip
+
+
+def _kept(values: Sequence[T], chosen: np.ndarray) -> list[T]:
+    return [value for value, keep in zip(values, chosen, strict=True) if keep]
 
 
 def fitted(rows: GapRows, tests: Tests) -> GapDetector:
     """References and whitening from training prompts, scale and threshold from held-out ones."""
     parts, tensors, held_out = [], dict[str, np.ndarray](), rows.held_out
+    prompts = _kept(rows.tokens, held_out)
     for number, (test, layer) in enumerate(tests):
-        at, arrays = None, dict[str, np.ndarray]()
-        if layer:
-            at = rows.means[held_out, rows.layers.index(layer)]
-            arrays = _compared(number, test, rows.space(layer))
-        values = _measured(test, number, arrays, at, rows.logits[held_out])
+        at = rows.means[held_out, rows.layers.index(layer)] if layer else None
+        arrays = {f"gap.{number}.{n}": a for n, a in _compared(rows, test, layer).items()}
+        values = _measured(test, number, arrays, at, prompts, rows.logits[held_out])
         references, directions = (
-            len(arrays[f"gap.{number}.{name}"]) if layer else 0
-            for name in ("references", "directions")
+            len(arrays.get(f"gap.{number}.{name}", ())) for name in ("references", "directions")
         )
         deviation = max(float(values.std()), 1e-12)
         parts.append(GapPart(test, layer, references, directions, float(values.mean()), deviation))
         tensors |= arrays
     detector = GapDetector(GapRule(tuple(parts), 0.0), tensors)
     places = [rows.layers.index(layer) for layer in detector.layers]
-    known = np.sort(detector.strangeness(rows.means[held_out][:, places], rows.logits[held_out]))
+    means = rows.means[held_out][:, places]
+    known = np.sort(detector.strangeness(means, prompts, rows.logits[held_out]))
     place = math.ceil((len(known) + 1) * (1 - FALSE_ALARMS)) - 1
     return replace(detector, rule=replace(detector.rule, threshold=float(known[place])))
-
-
-def _names(number: int, part: GapPart) -> list[str]:
-    return list(gap_shapes(number, part, 0)) if part.layer else []
 
 
 def _measured(
@@ -217,9 +243,13 @@ def _measured(
     number: int,
     arrays: Mapping[str, np.ndarray],
     means: np.ndarray | None,
+    prompts: Prompts,
     logits: np.ndarray,
 ) -> np.ndarray:
-    """(N,) of one test. means (N, D) behind its layer, None for `energy`."""
+    """(N,) of one test. means (N, D) behind its layer, None where it has none."""
+    if test == "tokens":
+        ids, shares = (arrays[f"gap.{number}.{n}"] for n in ("directions", "references"))
+        return _surprise(prompts, ids, shares)
     if means is None:
         return np.asarray(-np.logaddexp(0.0, logits.astype(np.float64)).sum(axis=1))
     names = ("centre", "directions", "scales", "references")
@@ -229,6 +259,16 @@ def _measured(
         squares = (points**2).sum(axis=1)[:, None] + (references**2).sum(axis=1)
         return np.asarray((squares - 2 * points @ references.T).min(axis=1))
     return np.asarray(-(_unit(points) @ references.T).max(axis=1))
+
+
+def _surprise(prompts: Prompts, ids: np.ndarray, log_shares: np.ndarray) -> np.ndarray:
+    """(N,) of `tokens`. ids (q,) rising; log_shares (r, q + 1), the last of any other id."""
+    distinct = [np.unique(prompt) for prompt in prompts]
+    counts, found = np.array([*map(len, distinct)]), np.concatenate(distinct)
+    places = np.searchsorted(ids, found)
+    places = np.where(np.append(ids, np.inf)[places] == found, places, len(ids))
+    sums = np.add.reduceat(log_shares[:, places], np.cumsum(counts) - counts, axis=1)
+    return np.asarray(-(sums / counts).max(axis=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,13 +298,16 @@ def _space(means: np.ndarray, labels: Sequence[Label]) -> _Space:
     return _Space(*axes, *(_whitened(each, *axes) for each in points))
 
 
-def _compared(number: int, test: GapTest, space: _Space) -> dict[str, np.ndarray]:
-    """The tensors of a part."""
-    arrays = {
-        "centre": space.centre, "directions": space.directions, "scales": space.scales,
-        "references": space.classes if test == "mahalanobis" else _unit(space.prompts),
-    }  # fmt: skip
-    return {f"gap.{number}.{name}": array.astype(np.float32) for name, array in arrays.items()}
+def _compared(rows: GapRows, test: GapTest, layer: int) -> dict[str, np.ndarray]:
+    """The tensors of a part, by the ends of their names."""
+    arrays: dict[str, np.ndarray] = rows.frequencies if test == "tokens" else {}
+    if layer:
+        space = rows.space(layer)
+        arrays = {
+            "centre": space.centre, "directions": space.directions, "scales": space.scales,
+            "references": space.classes if test == "mahalanobis" else _unit(space.prompts),
+        }  # fmt: skip
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
 def _whitening(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

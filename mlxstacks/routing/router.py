@@ -330,7 +330,7 @@ class PromptRouter:
             )
         gaps: Sequence[bool | None] = [None] * len(prompts)
         if self.detector is not None:
-            gaps = self.detector.is_gap(np.array(means), np.array(logits)).tolist()
+            gaps = self.detector.is_gap(np.array(means), prompts, np.array(logits)).tolist()
         return [
             PromptReading(dict(zip(self.domains, row, strict=True)), feature, gap)
             for row, feature, gap in zip(

@@ -327,12 +327,12 @@ def _detector(
 ) -> tuple[GapDetector | None, dict[str, Any]]:
     """The gap detector, and all metrics on held-out prompts."""
     logits, held_out = run.logits(rows), np.isin(np.arange(len(rows)), validation)
-    layers = run.table.features.pooled_layers
-    detector, note = fit_detector(
-        GapRows(
-            run.table.means(rows.prompts), layers, logits, tuple(domains), rows.labels, held_out
-        )
-    )
+    features = run.table.features
+    detector, note = fit_detector(GapRows(
+        run.table.means(rows.prompts), features.pooled_layers,
+        [features.tokens(prompt) for prompt in rows.prompts], logits, tuple(domains), rows.labels,
+        held_out,
+    ))  # fmt: skip
     notes += [note] if note else []
     metrics = _final_metrics(logits[held_out], run.validation, domains, settings)
     metrics["gap_detector"] = None if detector is None else {

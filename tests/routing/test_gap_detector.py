@@ -1,5 +1,7 @@
 """Gap detectors: the promise on known prompts, what they find, the formulas, their file."""
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,9 @@ def made_rows(rng: np.random.Generator, count: int, centres: np.ndarray) -> GapR
     logits = np.concatenate([
         np.where(np.arange(3) == d, 4.0, -4.0) + rng.normal(size=(count, 3)) for d in range(3)
     ])  # fmt: skip
+    tokens = [rng.integers(0, 20, 1 + i % 9).tolist() for i in range(3 * count)]
     held_out = np.arange(3 * count) % 4 == 0
-    return GapRows(means, (1, 3), logits, DOMAINS, labels, held_out)
+    return GapRows(means, (1, 3), tokens, logits, DOMAINS, labels, held_out)
 
 
 def chosen_for(rows: GapRows) -> GapDetector:
@@ -55,7 +58,7 @@ def chosen_for(rows: GapRows) -> GapDetector:
 
 def flags_of(detector: GapDetector, rows: GapRows) -> np.ndarray:
     at = [rows.layers.index(layer) for layer in detector.layers]
-    return detector.is_gap(rows.means[:, at], rows.logits)
+    return detector.is_gap(rows.means[:, at], rows.tokens, rows.logits)
 
 
 def test_known_prompts_are_flagged_as_rarely_as_promised() -> None:
@@ -75,7 +78,7 @@ def test_a_domain_far_from_all_is_found_and_the_choice_says_by_what() -> None:
     detector = chosen_for(made_rows(rng, 60, centres[:3]))
     unseen = centres[3] + rng.normal(size=(200, 2, WIDTH))
     at = [(1, 3).index(layer) for layer in detector.layers]
-    assert detector.is_gap(unseen[:, at], np.full((200, 3), -4.0)).mean() > 0.9
+    assert detector.is_gap(unseen[:, at], [[0]] * 200, np.full((200, 3), -4.0)).mean() > 0.9
     table: Any = detector.rule.chosen_by["left_out"]
     chosen = detector.rule.chosen_by["test"]
     assert {*table[chosen]} == {*DOMAINS}
@@ -105,8 +108,42 @@ def test_mahalanobis_is_the_distance_by_the_shrunk_covariance(seed: int, count: 
     expected = np.min([
         np.einsum("ni,ij,nj->n", points - c, inverse, points - c) for c in centres.values()
     ], axis=0)  # fmt: skip
-    found = detector.strangeness(rows.means[:, 1:], rows.logits) * part.deviation + part.mean
-    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-2)
+    found = detector.strangeness(rows.means[:, 1:], rows.tokens, rows.logits)
+    np.testing.assert_allclose(found * part.deviation + part.mean, expected, rtol=2e-3, atol=1e-2)
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 300_000), min_size=1, max_size=8), max_size=20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(trained=PROMPTS, asked=PROMPTS.filter(len))
+def test_tokens_are_as_surprising_as_to_the_domain_that_expects_them_most(
+    trained: list[list[int]], asked: list[list[int]]
+) -> None:
+    trained = [[7, 7, 3], [5], *trained]  # a prompt of each of two domains at least
+    labels = [DOMAINS[i % 2] for i in range(len(trained))]
+    known = [*trained, *[[7]] * LEAST_HELD_OUT]
+    rows = GapRows(
+        np.zeros((len(known), 0, 1)), (), known, np.zeros((len(known), 2)), DOMAINS[:2],
+        [*((label,) for label in labels), *[("a",)] * LEAST_HELD_OUT],
+        np.arange(len(known)) >= len(trained),
+    )  # fmt: skip
+    detector = fitted(rows, (("tokens", 0),))
+    vocabulary = {token for prompt in trained for token in prompt}
+    counts = {
+        name: Counter(t for p, n in zip(trained, labels, strict=True) if n == name for t in p)
+        for name in DOMAINS[:2]
+    }
+
+    def surprise(prompt: list[int], name: str) -> float:
+        total = counts[name].total() + 0.5 * (len(vocabulary) + 1)
+        shares = [(counts[name][token] + 0.5) / total for token in {*prompt}]
+        return -sum(map(math.log, shares)) / len(shares)
+
+    part = detector.rule.parts[0]
+    found = detector.strangeness(np.zeros((len(asked), 0, 1)), asked, np.zeros((len(asked), 2)))
+    expected = [min(surprise(prompt, name) for name in counts) for prompt in asked]
+    np.testing.assert_allclose(found * part.deviation + part.mean, expected, rtol=1e-5)
 
 
 def test_too_few_held_out_prompts_make_no_detector() -> None:
@@ -121,7 +158,7 @@ def test_too_few_held_out_prompts_make_no_detector() -> None:
 def test_one_domain_gets_a_test_that_was_not_compared() -> None:
     rng = np.random.default_rng(2)
     rows = made_rows(rng, 60, np.zeros((3, 1, WIDTH)))
-    alone = GapRows(rows.means, rows.layers, rows.logits[:, :1], ("a",),
+    alone = GapRows(rows.means, rows.layers, rows.tokens, rows.logits[:, :1], ("a",),
                     [("a",)] * len(rows.labels), rows.held_out)  # fmt: skip
     detector, note = fit_detector(alone)
     assert detector is not None
@@ -140,8 +177,11 @@ def test_a_router_without_a_detector_is_as_before_there_were_any(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("test", "layer", "references"),
-    [("energy", 3, 0), ("energy", 0, 2), ("mahalanobis", 0, 2), ("nearest prompt", 3, 0)],
-)
+    [
+        ("energy", 3, 0), ("energy", 0, 2), ("mahalanobis", 0, 2), ("nearest prompt", 3, 0),
+        ("tokens", 3, 2), ("tokens", 0, 0),
+    ],
+)  # fmt: skip
 def test_a_part_without_what_it_compares_with_is_none(
     test: Any, layer: int, references: int
 ) -> None:
@@ -152,7 +192,7 @@ def test_a_part_without_what_it_compares_with_is_none(
 def test_a_detector_is_kept_with_its_router(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     rows = made_rows(rng, 60, 4 * rng.normal(size=(3, 1, WIDTH)))
-    detector = fitted(rows, (("nearest prompt", 3), ("energy", 0)))
+    detector = fitted(rows, (("nearest prompt", 3), ("energy", 0), ("tokens", 0)))
     network = MetaRouter(WIDTH, 3, 8, key=mx.random.key(0))
     header = RouterHeader(
         domains=DOMAINS, stacks=dict.fromkeys(DOMAINS, ()), base_model="m",
@@ -164,7 +204,9 @@ def test_a_detector_is_kept_with_its_router(tmp_path: Path) -> None:
     file = read_router(tmp_path / "r.safetensors")
     again = detector_of(file)
     assert again is not None
-    np.testing.assert_array_equal(flags_of(again, rows), flags_of(detector, rows))
+    assert again.rule == detector.rule
+    asked = rows.means[:, 1:], [[19, 10**9, *t] for t in rows.tokens], rows.logits
+    np.testing.assert_array_equal(again.strangeness(*asked), detector.strangeness(*asked))
     assert detector_of(RouterFile(header_without(header), router_tensors(network))) is None
     with pytest.raises(ValueError, match=r"gap\.0"):
         write_router(tmp_path / "s.safetensors", router_tensors(network), header)

@@ -5,6 +5,7 @@ Run: pytest tests/routing/test_router_training.py
 
 import math
 import random
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ class WordTable:
         rows = [np.random.default_rng(list(word.encode())).normal(size=DIMS)
                 for word in prompt.split()]  # fmt: skip
         return np.array(rows, np.float32)
+
+    def tokens(self, prompt: str) -> list[int]:
+        return [zlib.crc32(word.encode()) % 1000 for word in prompt.split()]
 
     def means(self, prompts: list[str]) -> np.ndarray:
         return np.stack([self.of(prompt).mean(axis=0)[None] for prompt in prompts])
