@@ -162,10 +162,10 @@ def candidates(layers: Sequence[int]) -> Iterator[Tests]:
     nearest: Tests = tuple(("nearest prompt", layer) for layer in layers)
     far: Tests = tuple(("mahalanobis", layer) for layer in layers)
     tokens: Tests = (("tokens", 0),)
-    every: Tests = (("energy", 0), *tokens, *nearest, *far)
+    alone = ((test,) for test in (("energy", 0), *tokens, *nearest, *far))
     pairs = ((*tokens, test) for test in far)
-    means = (nearest, far, far[-2:], (*tokens, *far[-2:]), (*tokens, *nearest), every)
-    yield from dict.fromkeys([*((test,) for test in every), *pairs, *means])
+    means = (nearest, far, far[-2:], (*tokens, *far[-2:]), (*tokens, *nearest))
+    yield from dict.fromkeys([*alone, *pairs, *means])
 
 
 def spelled(tests: Tests) -> str:

@@ -28,6 +28,7 @@ from mlxstacks.files.router_file import (
 )
 from mlxstacks.files.store import Store
 from mlxstacks.routing.features import PromptFeatures
+from mlxstacks.routing.gap_detector import detector_of
 from mlxstacks.routing.router import (
     ROUTER_FILE,
     MetaRouter,
@@ -288,6 +289,20 @@ def test_a_gap_detector_of_a_deeper_base_is_refused(served: Any, tmp_path: Path)
     write_router(tmp_path / "r.safetensors", {**tensors_for(header), **gaps}, header)
     with pytest.raises(StoreError, match="reads layer 99, this base has"):
         load_prompt_router(store, model, tokenizer, tmp_path / "r.safetensors")
+
+
+def test_a_gap_detector_is_asked_about_the_tokens_of_each_prompt(served: Any) -> None:
+    model, tokenizer, base = served
+    features = PromptFeatures(model, tokenizer, max_tokens=20)
+    ids = np.unique(features.tokens("what is 2 + 2?"))
+    part = GapPart("tokens", 0, references=1, directions=len(ids), mean=0.0, deviation=1.0)
+    header = header_for(base, gaps=GapRule((part,), 1.0))
+    shares = np.append(np.zeros(len(ids)), -9.0)[None]
+    gaps = {"gap.0.directions": mx.array(ids, mx.float32), "gap.0.references": mx.array(shares)}
+    file = RouterFile(header, {**tensors_for(header), **gaps})
+    router = PromptRouter(network_of(file), header, features, detector=detector_of(file))
+    asked = router.read(["what is 2 + 2?", "ZZZ", "2 + 2 is what"])
+    assert [reading.is_gap for reading in asked] == [False, True, False]
 
 
 def test_a_router_is_read_back_bit_for_bit() -> None:
