@@ -126,7 +126,8 @@ def format_cell(cell: Cell, column: Column) -> str | None:
 def _format_number(value: float, column: Column) -> str:
     match column.kind:
         case "count":
-            return f"{value:,.0f}"
+            # of a mean of counts its digits where it is no whole one
+            return f"{value:,.{(column.digits or 0) if value % 1 else 0}f}"
         case "change":
             return f"{value:+.{4 if column.digits is None else column.digits}f}"
         case "share":
