@@ -284,8 +284,8 @@ def _as_planned(findings: Findings, way: str) -> Judgement:
             if null.name == MOVED and not moves_as_many(trained, random):
                 reason += f", at the scale that moves most: {moves}"
         words = f"{gain}, but {reason}: {why[1]}"
-        if more := len(unbeaten) - 1:
-            words += f" Not beaten either: {counted(more, 'other control')}."
+        if len(unbeaten) > 1:
+            words += f" Not beaten either: {counted(len(unbeaten) - 1, 'other control')}."
         return Judgement(way, outcome, words)
     if any(not beaten(null, criterion) for null in findings.second_nulls.get(way, ())):
         return Judgement(way, "wording", f"{gain}, but not so in a second form of the prompt.")

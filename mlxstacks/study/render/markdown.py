@@ -13,7 +13,8 @@ _LEADING = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
 
 
 def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
-    """Question, verdict, plan, blocks, power, notes. pictures: names of files; those named as a plot stand there.
+    """Question, verdict, plan, blocks, power, notes. pictures: names of files; those named as a
+    plot stand there.
 
     Law: no text of the result is read as Markdown or HTML.
     """
