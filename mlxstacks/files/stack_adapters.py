@@ -394,9 +394,15 @@ def stack_tensors(
     ]
     problems = []
     if outside:
-        inside = adapter.modules.keys() - {*outside}
-        keys = ", ".join(sorted({_IN_A_LAYER.split(path)[-1] for path in inside}))
-        train = f"train it again with `lora_parameters: {{keys: [{keys}]}}`, or " if keys else ""
+        train = ""
+        if inside := sorted(adapter.modules.keys() - {*outside}):
+            first, given = adapter.modules[inside[0]], adapter.config.get("lora_parameters")
+            dropout = given.get("dropout", 0.0) if isinstance(given, dict) else 0.0
+            keys = ", ".join(sorted({_IN_A_LAYER.split(path)[-1] for path in inside}))
+            train = (
+                f"train it again with `lora_parameters: {{rank: {first.rank}, scale: "
+                f"{first.scale:g}, dropout: {dropout}, keys: [{keys}]}}`, or "
+            )
         more = f" and {len(outside) - 4:,} more" if len(outside) > 4 else ""
         problems.append(
             f"{', '.join(outside[:4])}{more}: stacks sit on linear and expert projections of "

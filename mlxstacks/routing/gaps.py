@@ -145,10 +145,12 @@ def read_gaps(path: str | Path) -> GapEvents:
         try:
             descriptor = open_regular(file)
         except CheckpointError as error:
-            if not os.path.lexists(file):
+            is_directory = file.is_dir()
+            if not os.path.lexists(file) or is_directory:
+                what = "a directory, no log of gaps" if is_directory else "no log of gaps"
                 raise InputError(
-                    f"{file}: no log of gaps; `mlxstacks chat --routed --gap-log FILE` notes "
-                    "prompts that no domain fits"
+                    f"{file}: {what}; `mlxstacks chat --routed --gap-log FILE` notes prompts that "
+                    "no domain fits"
                 ) from None
             raise InputError(str(error)) from None
         files.append(str(file))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -74,8 +74,9 @@ def _plain(value: Any, place: str = "") -> Any:
         return {
             _plain(key): _plain(each, f"{place}.{key}".strip(".")) for key, each in value.items()
         }
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(each, f"{place}[{at}]") for at, each in enumerate(value))
+    if isinstance(value, list | tuple | Iterator):
+        each = [_plain(part, f"{place}.{at}") for at, part in enumerate(value)]
+        return each if isinstance(value, list) else tuple(each)
     if isinstance(value, PurePath):
         return str(value)
     if callable(to_list := getattr(value, "tolist", None)):
@@ -165,22 +166,30 @@ class Table(_Part):
     def _rows_fit(self) -> "Table":
         if len({column.name for column in self.columns}) < len(self.columns):
             raise ValueError(f"table {self.id}: two columns have one name")
-        if any(len(row) != len(self.columns) for row in self.rows):
-            raise ValueError(f"table {self.id}: a row has not {len(self.columns)} cells")
-        for row in self.rows:
+        for at, row in enumerate(self.rows):
+            if len(row) != (count := len(self.columns)):
+                raise ValueError(f"table {self.id}: row {at} has {len(row)} cells of {count}")
             for column, cell in zip(self.columns, row, strict=True):
-                if _is_impossible(column.kind, cell):
-                    raise ValueError(f"table {self.id}: {cell} is no {column.kind} ({column.name})")
+                if _is_impossible(column, cell):
+                    what = f"{cell} is no {column.kind} ({column.name})"
+                    raise ValueError(f"table {self.id}: row {at}: {what}")
         return self
 
 
-def _is_impossible(kind: Kind, cell: Cell) -> bool:
-    """A p beyond 0 to 1, or an interval whose ends are the wrong way round; rounding is neither."""
+def _is_impossible(column: Column, cell: Cell) -> bool:
+    """An interval without its estimate inside, a p beyond 0 to 1, a part of a count; rounding is
+    none of these.
+    """
+    values = cell if isinstance(cell, tuple) else (cell,)
+    numbers = [value for value in values if isinstance(value, int | float)]
     if isinstance(cell, tuple):
         low, high = cell[-2:]
-        return low > high and not math.isclose(low, high, abs_tol=_ROUNDING)
-    is_p = kind == "p" and isinstance(cell, int | float) and math.isfinite(cell)
-    return is_p and not -_ROUNDING <= cell <= 1 + _ROUNDING  # type: ignore[operator]
+        if not low - _ROUNDING * abs(low) <= cell[0] <= high + _ROUNDING * abs(high):
+            return True
+    if column.kind == "p":
+        return not all(-_ROUNDING <= number <= 1 + _ROUNDING for number in numbers)
+    is_whole = column.kind == "count" and not column.digits
+    return is_whole and not all(float(number).is_integer() for number in numbers)
 
 
 Estimate = Mapping[str, Any]

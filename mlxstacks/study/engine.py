@@ -5,6 +5,7 @@ Until it is done a run lives in `.NAME.work` next to its target NAME:
     plan.json      what was fixed before the first step; a run with another plan is refused
     settings.json  the settings of that plan
     steps.json     SHA-256 of each file that a finished step wrote
+    source.json    digests of the code of a study of one's own, each that steps were run with
     ...            what the steps wrote
 
 Laws, held here for every study: a killed run, started again, ends with the bytes of one that was
@@ -24,9 +25,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
@@ -60,7 +62,8 @@ from mlxstacks.study.run_directory import (
 )
 from mlxstacks.study.write import environment, write_result
 
-STEPS, SETTINGS = "steps.json", "settings.json"
+STEPS, SETTINGS, SOURCE = "steps.json", "settings.json", "source.json"
+_CHANGED_CODE = "the study's code was changed after its first step; resume=False runs all of it"
 # What comes from other processes, until it is whole; and how much is sent at once.
 _ARRIVED, _PIECE = ".arrived", 1 << 26
 
@@ -255,11 +258,16 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
                 run_step(step, work, planned.plan_sha256)
             else:
                 _run_dealt(step, work, study, planned.plan_sha256)
+            _note_source(work, study)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
         versions = {**result.environment.versions, **_source(study)}
         about = result.environment.model_copy(update={"versions": versions})
         result = result.model_copy(update={"environment": about})
+        if len(_note_source(work, study)) > 1:
+            reasons = (*result.standing.reasons, _CHANGED_CODE)
+            standing = Standing(status="exploratory", reasons=reasons)
+            result = result.model_copy(update={"standing": standing})
         if rank:  # the first process writes
             wait_for_all(group)
             directory.remove()
@@ -402,7 +410,8 @@ def _found(directory: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _is_own(path: PurePath) -> bool:
-    return path.parts[0].startswith(".") or str(path) in (PLAN, SETTINGS, STEPS, IDENTITY)
+    own = (PLAN, SETTINGS, STEPS, SOURCE, IDENTITY)
+    return path.parts[0].startswith(".") or str(path) in own
 
 
 def main(
@@ -431,9 +440,6 @@ def main(
             result = run_study(given)
         else:
             write(f"Already done with these settings: {result.directory}; force=True runs it again")
-            for file, digest in _source(given).items():
-                if result.environment.versions.get(file, digest) != digest:
-                    write(f"{file} was changed since; this is what it said before", error=True)
     except KeyboardInterrupt:
         write("interrupted; the same call resumes", error=True)
         return 130
@@ -456,14 +462,41 @@ def _parsed(key: str, text: str) -> Any:
 
 
 def _source(study: Study) -> dict[str, str]:
-    """File of a study of one's own -> its digest; none where the code lies in no file."""
+    """File of a study of one's own -> its digest; of a notebook, the class -> that of its code."""
     if not isinstance(study, OwnStudy):
         return {}
-    try:
-        path = Path(inspect.getfile(type(study)))
+    kind = type(study)
+    with suppress(OSError, TypeError):
+        path = Path(inspect.getfile(kind))
         return {path.name: file_sha256(path)[:16]}
-    except (OSError, TypeError):
-        return {}
+    digest = sha256()
+    for base in kind.__mro__[: kind.__mro__.index(OwnStudy)]:
+        for name, value in sorted(vars(base).items()):
+            digest.update(f"{name} {_code_of(value)}".encode())
+    return {f"code of {kind.__name__}": digest.hexdigest()[:16]}
+
+
+def _code_of(value: Any) -> object:
+    """What a function does; of a constant its text."""
+    if inspect.isfunction(value):
+        value = value.__code__
+    if inspect.iscode(value):
+        return value.co_code, value.co_names, [*map(_code_of, value.co_consts)]
+    return value if isinstance(value, str | int | float | tuple) else ""
+
+
+def _note_source(work: Path, study: Study) -> list[dict[str, str]]:
+    """The code that steps in this work directory were run with, the present one last."""
+    path, known = work / SOURCE, list[dict[str, str]]()
+    if path.exists():
+        try:
+            known = read_object(path.read_bytes())["code"]
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{path}: damaged ({error}); --no-resume begins again") from None
+    if (source := _source(study)) and source not in known:
+        known.append(source)
+        write_json(path, {"code": known})
+    return known
 
 
 def _usage(settings: type[RunSettings]) -> Iterator[str]:
@@ -482,7 +515,12 @@ def _read_finished(study: Study) -> Result | None:
     result, planned = Result.open(target), study.planned()
     plan = json.loads(json.dumps(planned.plan))  # as it would be read back: lists for tuples
     if (result.kind, result.plan) == (planned.kind, plan):
-        return result
+        now, then = _source(study), result.environment.versions
+        if all(then.get(name, digest) == digest for name, digest in now.items()):
+            return result
+        changed = ", ".join(now)
+        note = f"{changed} was changed since; this is as it was. force=True runs it again."
+        return result.model_copy(update={"notes": (*result.notes, note)})
     differing = what_differs(
         {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(plan or {})}
     )

@@ -200,6 +200,7 @@ class Result(Document, metaclass=_OfPeople):
             return cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
+            why = "no text" if isinstance(error, UnicodeDecodeError) else why
             raise InputError(
                 f"{file}: no result that can be read: {clean(why, 300)}; give the directory "
                 "that a command wrote, or run it again"

@@ -122,7 +122,7 @@ HEAD = '"kind": "fuse", "title": "t", "schema_version": 1, "status": "done", "se
         (f'{{{HEAD}, "more": 1}}', "more: Extra inputs are not permitted"),
         (HEAD.join("{}").replace("1", "2"), "schema_version: Input should be 1"),
         ('{"seal": ' + '{"a":' * 60 + "1" + "}" * 61, "nested"),
-        ("\udcff", "utf-8"),
+        ("\udcff", "no text"),
     ],
 )
 def test_damaged_files_are_named(data: str, words: str, tmp_path: Path) -> None:

@@ -133,15 +133,15 @@ def test_a_killed_process_leaves_a_run_that_goes_on(
     unbroken: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = (
-        "import os, signal, sys; sys.path.insert(0, sys.argv[1]); import coin_study as c;"
-        "toss = c.CoinStudy.toss;"
-        "c.CoinStudy.toss = lambda self, arm, out: os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from tests.study import test_engine as t;"
+        "toss = t.Quick.toss;"
+        "t.Quick.toss = lambda self, arm, out: os.kill(os.getpid(), signal.SIGKILL)"
         " if arm == 'loaded' else toss(self, arm, out);"
-        "c.main(c.CoinStudy, c.CoinSettings, sys.argv[2:])"
+        "t.main(t.Quick, t.coin.CoinSettings, sys.argv[1:])"
     )
     target = tmp_path / "coin"
     done = subprocess.run(
-        [sys.executable, "-c", killed, str(EXAMPLE.parent), str(target)],
+        [sys.executable, "-c", killed, str(target)],
         env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
         check=False,
     )
@@ -327,3 +327,26 @@ def test_what_a_study_of_ones_own_says_wrongly_is_one_line(tmp_path: Path) -> No
 
     with pytest.raises(InputError, match=r"^coin: Result: data\.odds\.loaded: inf cannot be"):
         run_study(Endless(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
+
+
+def test_code_that_was_changed_between_steps_makes_a_result_exploratory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a class in a notebook, which has no file; read back, it is told too."""
+    _stop_before_the_end(tmp_path, monkeypatch)
+    assert run_study(study(tmp_path)).standing.status == "confirmatory"
+    (tmp_path / "edited").mkdir()
+
+    def no_file(*_: Any) -> str:
+        raise TypeError
+
+    monkeypatch.setattr(engine.inspect, "getfile", no_file)
+    _stop_before_the_end(tmp_path / "edited", monkeypatch)  # by an edited `conclude`
+    edited = run_study(study(tmp_path / "edited"))
+    assert edited.standing.status == "exploratory"
+    assert "code was changed after its first step" in edited.standing.reasons[0]
+    again = run_study(study(tmp_path / "edited", force=True))
+    assert again.standing.status == "confirmatory"
+    assert len(run_study(study(tmp_path / "edited")).notes) == 1
+    monkeypatch.setattr(Quick, "conclude", lambda self, work: None)
+    assert "code of Quick was changed since" in run_study(study(tmp_path / "edited")).notes[-1]

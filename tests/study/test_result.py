@@ -204,10 +204,16 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Table(id="a", title="", columns=ARMS.columns, rows=((1,),)), "3 cells"),
+        (
+            lambda: Table(id="a", title="", columns=ARMS.columns, rows=((1,),)),
+            "row 0 has 1 cells of 3",
+        ),
         (lambda: PLOT.model_validate(PLOT.model_dump() | {"categories": ("a",)}), "1 values"),
         (lambda: Table.of("t", "", {"a": "text", "p": "p"}, [("x", 1.2)]), r"1\.2 is no p \(p\)"),
         (lambda: Table.of("t", "", {"a": "share"}, [((0.5, 0.9, 0.4),)]), r"0\.4\) is no share"),
+        (lambda: Table.of("t", "", {"a": "share"}, [((0.1, 0.2, 0.3),)]), r"row 0: \(0\.1.* is no"),
+        (lambda: Table.of("t", "", {"a": "count"}, [(73.5,)]), r"73\.5 is no count"),
+        (lambda: Table.of("t", "", {"a": "count"}, [((0.2, 0.1, 0.3),)]), "is no count"),
         (lambda: coin(blocks=(ARMS, ARMS)), "the id 'arms'"),
         (lambda: Text(title="", paragraphs=(float("nan"),)), "valid string"),
         (lambda: ARMS.model_validate(ARMS.model_dump() | {"id": "../up"}), "match pattern"),
@@ -220,7 +226,7 @@ def test_a_block_that_cannot_be_shown_is_refused(make: Any, message: str) -> Non
 
 
 def test_rounding_and_a_mean_of_counts_can_be_shown() -> None:
-    columns: Columns = {"p": "p", "n": "count", "share": "share"}
+    columns: Columns = {"p": "p", "n": ("count", 1), "share": "share"}
     Table.of("t", "", columns, [(1 + 1e-15, 16.5, (0.3, 0.1 + 0.2, 0.3))])
 
 
