@@ -295,12 +295,14 @@ def test_nothing_overflows_or_overlaps_in_a_browser(
     page = re.sub(r"<meta http-equiv[^>]*>", "", made[2]).replace("<details>", "<details open>")
     broken = (
         '<body style="margin:0"><div style="width:900px">wide</div><p>under</p>'
-        '<p style="margin-top:-2.2em">over</p></body>'
+        '<p style="margin-top:-2.2em">over</p><table class="scroll" style="width:1px"><tbody>'
+        "<tr><th>a name of one word on each of its lines</th></tr></tbody></table></body>"
     )
     layout = layout_of({390: page, 768: page, 1280: page, 500: broken}, tmp_path)
-    wider, overlap = layout.pop("500")["problems"]
+    wider, overlap, squeezed = layout.pop("500")["problems"]
     assert wider == "the page is 400 pixels wider than 500"
     assert overlap == '"over" over "under"'
+    assert squeezed.startswith('"a name of one word on each of its lines" in ')
     assert {*layout} == {"390", "768", "1280"}
     assert all(found["texts"] > 500 for found in layout.values())
     assert [found["problems"] for found in layout.values()] == [[], [], []]

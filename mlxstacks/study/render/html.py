@@ -22,6 +22,7 @@ from mlxstacks.study.render.words import (
     LONGEST,
     NO_VALUE,
     NOT_MEASURED,
+    POWER,
     beginning,
     capital,
     clean,
@@ -39,8 +40,8 @@ EXPLORATORY = "EXPLORATORY"
 # A longer table is cut, and says so; all of it is in the result file.
 MOST_ROWS = 150
 _LONG_BESIDE = 24  # rows of several results; more are folded
-# Of a verdict in a row of the summary, in characters.
-_LONGEST_BEGINNING = 360
+# Of a verdict in a row of the summary, in characters: its gain, and what stands against that.
+_LONGEST_BEGINNING = 640
 _LONGEST_VERDICT = 20_000
 # As wide as this, in pixels, a plot gets a row of its own.
 _WIDE = 560
@@ -277,6 +278,7 @@ def _environment() -> Environment:
     environment.filters["prose"] = _prose
     environment.filters["capital"] = capital
     environment.globals["no_value"] = Markup(f'<span class="missing">{NO_VALUE}</span>')
+    environment.globals["power_title"] = POWER
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment
 
