@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from mlxstacks.data.in_memory import holds_rows, write_rows
-from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError
+from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError, TargetError
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.outputs import check_target
 from mlxstacks.keywords import (
@@ -143,7 +143,7 @@ def stack(
     """Train frozen stacks, domain by domain, into a store that forgets none of them.
 
     `data` may also map domain names to rows, {"islands": rows, "trades": rows}, each a list of
-    dicts or a datasets.Dataset; see `train`.
+    dicts, a datasets.Dataset or a DataFrame; see `train`.
 
     >>> import mlxstacks as ms
     >>> print(ms.stack(save_path="stacks", dry_run=True))       # the plan; a real run takes minutes
@@ -212,6 +212,7 @@ def _command(
     resume: bool = False,
 ) -> Any:
     """resume: read the result of the same settings, where it is there."""
+    from mlxstacks.study.document import RESULT
     from mlxstacks.study.result import Result
 
     if progress not in (None, True, False) and not callable(progress):
@@ -267,6 +268,12 @@ def _command(
             return Result.open(resolved.target)
         try:
             return _called(name, resolved, progress, dry_run, recipe is not None)
+        except TargetError as error:
+            place = resolved.target
+            if place and "exists;" in str(error) and (place / RESULT).is_file():
+                there = str(values.get("save_path", place))
+                error.args = (f"{error}; ms.Result.open({there!r}) reads what is there",)
+            raise
         except OtherRunError as error:
             if not resolved.forced or "resume" in resolved.settings.model_fields_set:
                 raise
@@ -284,7 +291,7 @@ def _rows_written(data: Any, target: Path, keyword: str = "data") -> Iterator[Pa
     """The file of the rows; a call that is refused takes back what it wrote itself."""
     present = set(target.parent.glob(f"{glob.escape(target.name)}.rows-*"))
     with target_errors(target):
-        path = write_rows(data, target)
+        path = write_rows(data, target, keyword)
     try:
         yield path
     except (InputError, StoreError) as error:
@@ -342,10 +349,9 @@ def _check_paths(values: Mapping[str, Any]) -> None:
 
 def _check_no_tables(values: Mapping[str, Any], function: str) -> None:
     """Raises: InputError: a DataFrame where none is taken."""
-    keywords = keywords_of(function)
-    for key, value in values.items():
-        if key not in {"data", *ROWS_TOO} and hasattr(value, "columns"):
-            takes = type_in_words(keywords[key].kind) if key in keywords else "no such value"
+    for key, keyword in keywords_of(function).items():
+        if key not in {"data", *ROWS_TOO} and hasattr(value := values.get(key), "columns"):
+            takes = type_in_words(keyword.kind)
             raise InputError(f"{key}: got a {type(value).__name__}; it takes {takes}")
 
 

@@ -79,7 +79,7 @@ class Settings(BaseModel):
                 raise ValueError(f"{key}: got {value}; give a number")
             if isinstance(value, PurePath):
                 value = str(value)
-            if value == "none" and _takes(kind, NoneType) and not _takes(kind, str, "none"):
+            if _takes(kind, NoneType) and not _takes(kind, str, "none") and value == "none":
                 value = None
             if isinstance(value, list | tuple):
                 value = [str(item) if isinstance(item, PurePath) else item for item in value]

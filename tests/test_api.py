@@ -283,6 +283,19 @@ def test_an_adapter_answers(tmp_path: Path) -> None:
             ("'test' is no part", "'valid': data['test']"),
         ),
         (lambda: untyped.train(eval_dataset=[]), ("'data'", "{'train': rows, 'valid': rows}")),
+        (
+            lambda: untyped.train(valid=DataFrame({"text": ["a"]})),
+            ("unknown keyword 'valid': here it is 'data'", "{'train': rows, 'valid': rows}"),
+        ),
+        (lambda: untyped.load(valid=DataFrame()), ("unknown keyword 'valid'",)),
+        (lambda: untyped.train(iteration=3), ("did you mean 'iters'",)),
+        (lambda: untyped.fuse(judge=DataFrame()), ("judge: holds no row",)),
+        (
+            lambda: untyped.train(
+                data=DataFrame({"prompt": ["a"], "completion": to_datetime(["2026-01-02"])})
+            ),
+            ("data: completion holds dates; give text, as in frame['completion'].astype(str)",),
+        ),
         (lambda: untyped.train(data=[], validation_rows=5), ("data={'train': rows[5:], 'valid'",)),
         (
             lambda: untyped.train(
@@ -585,7 +598,9 @@ def test_a_result_stands_for_its_directory_and_prints_in_a_notebook(
     made = ms.profile(save_path=tmp_path / "a", questions=4, permutations=20, plots=False)
     page = untyped.report(made, Result.open(tmp_path / "a"), save_path=tmp_path / "page")
     assert (tmp_path / "page" / "index.html").is_file()
-    assert page.kind == "report"
+    assert page.verdict.startswith("The page, index.html, has ")
+    with pytest.raises(InputError, match=r"replace it; ms\.Result\.open\('.*a'\) reads"):
+        ms.profile(save_path=tmp_path / "a", questions=4, permutations=20, plots=False)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert made.verdict.split()[0] in str(made)
     assert "groups" in made.tables

@@ -1,9 +1,9 @@
 """What the documentation shows runs: every block of commands and of Python in README and docs.
 
 A page's blocks run in order in a directory that `mlxstacks nano export --samples` made, and what a
-block of text shows is what they print. A block whose first line is
-one of `MARKS` does not run here: `# takes` does with `make soak`, `# real model` with `make
-test-real`, and what `# installs` is done by `make smoke`. The strict build is `make docs`.
+block of text shows is what they print. A block whose first line is one of `MARKS` does not run
+here: `# takes` does with `make soak`, `# This runs on the real model` with `make test-real`, and
+what `# This installs` is done by `make smoke`. The strict build is `make docs`.
 
 Run: pytest tests/test_docs.py
 """

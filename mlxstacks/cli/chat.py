@@ -83,6 +83,7 @@ class Chat:
 
         self.settings, self.engine, self.done = settings, engine, False
         self.compared: list[dict[str, Any]] = []
+        self.last: Turn | None = None  # answered, or compared, in this conversation
         self._earlier: list[Turn] = []
         self._shown_notes = 0
         self.conversation = Conversation(
@@ -132,6 +133,7 @@ class Chat:
         if answering.turn is None:
             self.say("Stopped before the first token; the question is forgotten.")
         else:
+            self.last = answering.turn
             self.say(
                 answers.status_line(answering.turn, self.conversation.engine.alone), style="dim"
             )
@@ -163,6 +165,7 @@ class Chat:
                         turns[mode] = answering.turn
                 except _SURVIVED as error:
                     self.say(f"{mode}: error: {error}", style="red")
+        self.last = turns.get("routed", self.last)
         self.compared += [turn.as_json() for turn in turns.values()]
         if turns and wide:
             self.show(chat_view.side_by_side(turns))
@@ -170,6 +173,7 @@ class Chat:
     def restart(self) -> None:
         """A new conversation."""
         self._earlier += self.conversation.turns
+        self.last = None
         self.conversation.restart()
 
     def load(self, name: str) -> None:
@@ -177,6 +181,7 @@ class Chat:
         turns = self.conversation.turns
         source = self.conversation.load(name)
         self._earlier += turns
+        self.last = None
         messages = counted(len(self.conversation.messages), "message")
         self.say(f"Read {messages} from {source}; go on.")
 
@@ -262,8 +267,8 @@ def complete(chat: Chat, before: str) -> list[str]:
 
 
 def _route(chat: Chat, rest: str) -> None:
-    if chat.conversation.turns:
-        chat.show(chat_view.route_table(chat.engine, chat.conversation.turns[-1]))
+    if chat.last is not None:
+        chat.show(chat_view.route_table(chat.engine, chat.last))
     else:
         chat.say("Nothing was asked yet.")
 

@@ -198,6 +198,8 @@ def _job(record: dict[str, Any], number: int, where: str) -> Job:
     if "messages" in record:
         messages = as_messages(record) or []
         *before, last = messages
+        if before and last["role"] == "assistant":  # a row of training data
+            *before, last = before
         if last["role"] != "user":
             raise InputError(f"the last message is of {last['role']!r}; it must be the user's")
         question = last["content"]

@@ -201,11 +201,15 @@ def _text(record: Raw) -> Reading:
 
 def _prompt_completion(record: Raw) -> Reading:
     prompt, answer = text_of(record, "prompt"), text_of(record, "completion", "answer")
-    changes = ("text_left_out",) if _has(record, "text") else ()
+    changes = {
+        "text_left_out": _has(record, "text"),
+        "with_a_number_as_completion": isinstance(record.get("completion"), int | float),
+    }
+    changed = tuple(filter(changes.get, changes))
     if not record.get("tools"):
-        return pair(prompt, answer, changes=changes)
+        return pair(prompt, answer, changes=changed)
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    return Reading({"messages": turns, "tools": record["tools"]}, changes=changes)
+    return Reading({"messages": turns, "tools": record["tools"]}, changes=changed)
 
 
 def _chat(record: Raw) -> Reading:

@@ -25,9 +25,9 @@ def holds_rows(data: Any) -> bool:
     )
 
 
-def write_rows(data: Any, target: Path) -> Path:
+def write_rows(data: Any, target: Path, keyword: str = "data") -> Path:
     """Write rows next to a target, under a name with their hash: NAME.rows-HASH.jsonl, or of named
-    rows a directory with a file each.
+    rows a directory with a file each. keyword: that they were given as, for messages.
 
     Law: the same names and rows give the same files, those that are there with these bytes stay,
     and no other file is among them.
@@ -35,11 +35,13 @@ def write_rows(data: Any, target: Path) -> Path:
     """
     named = data if isinstance(data, Mapping) else {"": data}
     if other := [name for name in named if not isinstance(name, str)]:
-        raise InputError(f"data: {other[0]!r} is no name; give text, as {{'{other[0]}': rows}}")
+        key = other[0]
+        raise InputError(f"{keyword}: {key!r} is no name; give text, as {{'{key}': rows}}")
     named = {  # of a DataFrame, whose iterator gives the columns' names
-        name: _records(rows) if hasattr(rows, "iterrows") else rows for name, rows in named.items()
+        name: _records(rows, f"{keyword} {name}".strip()) if hasattr(rows, "iterrows") else rows
+        for name, rows in named.items()
     }
-    texts = {name: _jsonl(rows, f" {name}" if name else "") for name, rows in named.items()}
+    texts = {name: _jsonl(rows, f"{keyword} {name}".strip()) for name, rows in named.items()}
     digest = hashlib.sha256()
     for name, text in texts.items():
         digest.update(hashlib.sha256(name.encode()).digest() * bool(name))
@@ -54,8 +56,16 @@ def write_rows(data: Any, target: Path) -> Path:
     return place
 
 
-def _records(frame: Any) -> list[dict[str, Any]]:
-    """The rows of a DataFrame: null for what is missing (NaN, NaT), dates as text."""
+def _records(frame: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of a DataFrame: null for what is missing (NaN, NaT), dates as text.
+
+    Raises: InputError: dates are what is trained on, in a form that nobody chose.
+    """
+    for column, kind in frame.dtypes.items():
+        if column in ("prompt", "completion") and getattr(kind, "kind", "") in "Mm":
+            raise InputError(
+                f"{name}: {column} holds dates; give text, as in frame[{column!r}].astype(str)"
+            )
     text = frame.to_json(orient="records", date_format="iso", default_handler=str)
     records: list[dict[str, Any]] = json.loads(text)
     return records
@@ -66,7 +76,7 @@ def _jsonl(rows: Iterable[Any], name: str) -> bytes:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise InputError(
-                f"data{name}: row {number} is {type(row).__name__}; rows are dicts, as in "
+                f"{name}: row {number} is {type(row).__name__}; rows are dicts, as in "
                 "[{'prompt': ..., 'completion': ...}]"
             )
         fields = []
@@ -76,11 +86,11 @@ def _jsonl(rows: Iterable[Any], name: str) -> bytes:
             try:
                 text = json.dumps(field, ensure_ascii=False, allow_nan=False, default=_of_array)
             except (TypeError, ValueError) as error:
-                raise InputError(f"data{name}: row {number}, {key!r}: {error}") from None
+                raise InputError(f"{name}: row {number}, {key!r}: {error}") from None
             fields.append(text[1:-1])
         lines.append(f"{{{', '.join(fields)}}}\n")
     if not lines:
-        raise InputError(f"data{name}: holds no row")
+        raise InputError(f"{name}: holds no row")
     return "".join(lines).encode("utf-8", "surrogatepass")
 
 

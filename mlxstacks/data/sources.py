@@ -151,16 +151,19 @@ def _local(source: SourceSettings, root: Path) -> OpenSource:
             else f"{path}: no such file or directory; put the data there, or change the source"
         )
     if path.suffix.lower() in _NOT_READ:
-        write = "datasets.load_dataset(...).to_json(FILE)"
-        if path.suffix.lower() == ".csv":
-            lines = f"{path.stem}.jsonl', orient='records', lines=True"
-            read = f"pandas.read_csv('{path.name}')"
-            write = f"in Python give data={read}, or {read}.to_json('{lines})"
-        raise InputError(
-            f"{path}: {path.suffix} is not read; allowed are "
-            f"{', '.join((*SUFFIXES, TEXT_SUFFIX))}: {write} writes one"
-        )
+        raise InputError(_not_read(path))
     return OpenSource(_file_rows(path), {source.label: path})
+
+
+def _not_read(path: Path) -> str:
+    """Why a file of another kind is not read, and what to do."""
+    write = "datasets.load_dataset(...).to_json(FILE)"
+    if path.suffix.lower() == ".csv":
+        lines = f"{path.with_suffix('.jsonl')}', orient='records', lines=True"
+        read = f"pandas.read_csv('{path}')"
+        write = f"in Python give data={read}, or {read}.to_json('{lines})"
+    allowed = ", ".join((*SUFFIXES, TEXT_SUFFIX))
+    return f"{path}: {path.suffix} is not read; allowed are {allowed}: {write} writes one"
 
 
 def _path_of(source: SourceSettings, root: Path) -> Path:
@@ -278,7 +281,13 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
     ]
     if not files:
         where = f"{label}/{name}" if name else label
-        raise InputError(f"{where}: no {', '.join(SUFFIXES)} file in {directory}")
+        message = f"{where}: holds no {', '.join(SUFFIXES)} file"
+        others = {f.suffix.lower(): f for f in sorted(directory.rglob("*"), reverse=True)}
+        if text := others.get(TEXT_SUFFIX):
+            message += f"; text is read where it is named itself: {text}"
+        elif unread := next((others[suffix] for suffix in _NOT_READ if suffix in others), None):
+            message = _not_read(unread)
+        raise InputError(message)
     named = [file for file in files if _names(file, directory, (split,))]
     if not named and split == "train" and not any(_names(f, directory) for f in files):
         named = files

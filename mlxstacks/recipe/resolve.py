@@ -23,7 +23,6 @@ from mlxstacks.files.outputs import PLACES, read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
-from mlxstacks.settings import merge
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -59,6 +58,8 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
 
     Raises: InputError for a pair without `=` or a value that is not YAML.
     """
+    from mlxstacks.settings import merge  # with pydantic, which --help does without
+
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -86,6 +87,8 @@ def resolve(
 
     Raises: InputError listing unknown keys with the nearest known ones, and bad values.
     """
+    from mlxstacks.settings import merge
+
     name = ALIASES.get(name, name)
     row = command_named(name)
     if recipe is not None and name != recipe.command:
@@ -181,6 +184,8 @@ def validate(
     Raises: InputError, one line a problem, of many the first.
     """
     from pydantic import BaseModel, ValidationError
+
+    from mlxstacks.settings import merge
 
     for key, value in values.items():
         if fault := _unusable(value):

@@ -500,8 +500,12 @@ def load(dotted: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], outer: str = "") -> str:
-    """`; did you mean 'x'?`, or nothing when no known name is close. outer: shown before it."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    """`; did you mean 'x'?`, or nothing when no known name is close or begins with the same four
+    letters. outer: shown before it.
+    """
+    close = difflib.get_close_matches(name, names := sorted(known), n=1, cutoff=0.6)
+    if not close and len(name) > 3 and name[:4].isalpha():
+        close = [other for other in names if other[:4] == name[:4]]
     return f"; did you mean {outer + close[0]!r}?" if close else ""
 
 

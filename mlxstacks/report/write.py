@@ -121,7 +121,7 @@ def write_report(
         wrote = f"The page, {INDEX}, has {bytes_in_words(len(data))}; {plots} of plots."
         result = planned.model_copy(
             update={
-                "status": "done", "notes": (*notes, wrote),
+                "status": "done", "verdict": wrote, "notes": notes,
                 "data": {**planned.data, "figures": figures, "page_bytes": len(data)},
             }
         )  # fmt: skip

@@ -517,5 +517,8 @@ def sampling_of(settings: AnswerSettings) -> Sampling:
         try:
             schema = path.read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
-            raise InputError(f"{path}: no JSON schema can be read: {error}") from None
+            is_schema = settings.json_schema.lstrip().startswith("{")
+            instead = "this is a schema itself; write it to a file (in Python, give a dict)"
+            why = instead if is_schema else error
+            raise InputError(f"{path}: no JSON schema can be read: {why}") from None
     return Sampling(**{name: getattr(settings, name) for name in names}, schema=schema)

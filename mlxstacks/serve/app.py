@@ -119,6 +119,8 @@ def build_app(engine: Engine, settings: ServeSettings, key: str | None) -> ASGIA
         paths = ", ".join(f"{'/'.join(sorted(r.methods or ()))} {r.path}" for r in routes)
         message = f"{request.method} {request.url.path[:100]!a} is not served; there are: {paths}"
         document = _error_of(request.url.path)(error.status_code, message)
+        if error.status_code == 404:  # a path, not a model
+            document["error"]["code"] = None
         return JSONResponse(document, error.status_code)
 
     handlers = {404: not_served, 405: not_served}

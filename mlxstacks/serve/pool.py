@@ -183,11 +183,13 @@ class StackPool:
             name = check_name(adapter.directory.resolve().name.removesuffix(".gguf"), "adapter")
         except ValueError as error:
             raise InputError(f"{path}: {error}; rename it") from None
-        if name in (*self.names, *RESERVED):
-            raise InputError(
-                f"{path}: {name} is what a domain, another adapter or a mode is called; "
-                "rename the directory"
-            )
+        taken = {
+            **dict.fromkeys(self.names, "a domain of the store"),
+            **dict.fromkeys(self.adapters, "another adapter"),
+            **dict.fromkeys(RESERVED, "a mode"),
+        }
+        if name in taken:
+            raise InputError(f"{path}: {taken[name]} is called {name} too; rename the directory")
         try:
             attach_paths(self._model, adapter.modules)
         except ValueError as error:

@@ -410,8 +410,10 @@ def test_compare_needs_no_more_room_than_its_largest_set(talk: Any, places: Plac
     assert engine.resident is not None
     with engine.resident.lease(dict.fromkeys(engine.domains, 1.0)):
         whole = engine.resident.stats.resident_bytes
-    _, out = talk("seven", "/compare", pin=["islands"], budget=int(1.1 * whole))
+    chat, out = talk("/compare seven", pin=["islands"], budget=int(1.1 * whole))
     assert "error" not in out
+    assert chat.last is not None  # of which /route speaks
+    assert (chat.last.question, chat.conversation.turns) == ("seven", [])
 
 
 def test_compare_that_is_over_the_budget_says_so_and_goes_on(talk: Any, places: Places) -> None:

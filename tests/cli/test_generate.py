@@ -68,7 +68,8 @@ def test_standard_input_is_the_prompt(
 
 
 def test_rows_are_answered_in_order(generate: Run, tmp_path: Path) -> None:
-    said = [("system", "be brief"), ("user", "a"), ("assistant", "b"), ("user", "river")]
+    said = [("system", "be brief"), ("user", "a"), ("assistant", "b"), ("user", "river"),
+            ("assistant", "as in a row of training data")]  # fmt: skip
     chat = [{"role": role, "content": content} for role, content in said]
     mark = "\ufeff"  # some editors begin a file with it
     file = rows(tmp_path / "p.jsonl", f'{mark}{{"prompt": "seven"}}', "", {"messages": chat})
@@ -122,6 +123,7 @@ def test_rows_that_are_none_are_named_before_anything_is_answered(
         (["  "], "the prompt is empty"),
         (["x" * 1100], "context is 1,024"),
         (["x", "--prompts", "y"], "not both"),
+        (["x", "--json-schema", '{"type": "object"}'], "a schema itself; write it to a file"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

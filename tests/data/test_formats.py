@@ -201,11 +201,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_of_a_text_beside_a_prompt_it_is_said_which_is_left_out() -> None:
+def test_what_becomes_of_a_text_beside_a_prompt_or_of_a_number_is_said() -> None:
     both = {"prompt": "p", "text": "t"}
     for row, form, change in (
         (both, "text", "prompt_left_out"),
         (both | {"completion": "c"}, "prompt_completion", "text_left_out"),
+        ({"prompt": "p", "completion": 4.5}, "prompt_completion", "with_a_number_as_completion"),
     ):
         name, reading = row_reader("auto")(row)
         assert (name, reading.changes) == (form, (change,))

@@ -214,7 +214,7 @@ def test_several_configurations_need_a_choice(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"in several folders .de, en."):
         data_files(tmp_path, "train", "d")
     assert data_files(tmp_path, "train", "d", "de") == [tmp_path / "de" / "train.jsonl"]
-    with pytest.raises(InputError, match=r"d/fr: no \.jsonl"):
+    with pytest.raises(InputError, match=r"d/fr: holds no \.jsonl"):
         data_files(tmp_path, "train", "d", "fr")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"no \.jsonl, \.json, \.parquet, \.arrow file"):
@@ -254,5 +254,9 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl.GZ"])
 def test_a_format_that_is_not_read_says_which_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("prompt,completion\na,b\n")
-    with pytest.raises(InputError, match=r"not read; allowed are \.jsonl, .*, \.txt: "):
-        open_source(SourceSettings(path=name), tmp_path)
+    for path in (name, "."):
+        with pytest.raises(InputError, match=r"not read; allowed are \.jsonl, .*, \.txt: "):
+            open_source(SourceSettings(path=path), tmp_path)
+    (tmp_path / name).rename(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"arrow file; text is read where it is named .*/a\.txt$"):
+        open_source(SourceSettings(path="."), tmp_path)

@@ -18,7 +18,7 @@ from tests.test_docs import ROOT, blocks, commands, missing
 def real_blocks(name: str) -> list[tuple[str, str]]:
     """(language, text) of a page's blocks from its first for the real model on."""
     found = [*blocks((ROOT / name).read_text())]
-    first = next(i for i, (_, text) in enumerate(found) if text.startswith("# real model"))
+    first = next(i for i, (_, text) in enumerate(found) if text.startswith("# This runs on"))
     return found[first:]
 
 

@@ -18,11 +18,11 @@ from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import (
     Resolved,
     finished,
-    merge,
     parse_sets,
     resolve,
     validate,
 )
+from mlxstacks.settings import merge
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from tests.cli.toy import TOY
 from tools.nano.settings import RebuildSettings

@@ -123,7 +123,7 @@ def analysis_result() -> dict[str, Any]:
             "routing": None}  # fmt: skip
     return Result(
         **ANALYSIS, status="done", outcome="cosine 0.200", settings={"seed": 0},
-        verdict=analysis_verdict(geometry, None), data=data, blocks=analysis_blocks(data),
+        verdict=analysis_verdict(geometry, None), data=data, blocks=tuple(analysis_blocks(data)),
     ).sealed().as_json()  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def route_results() -> list[dict[str, Any]]:
         (route_check.ABOUT, {"summary": summary}, route_check.blocks(summary, prompts)),
     ]
     return [
-        Result(**about, status="done", settings={"seed": 0}, data=data, blocks=blocks,
+        Result(**about, status="done", settings={"seed": 0}, data=data, blocks=tuple(blocks),
                outcome="found", verdict="Found.").sealed().as_json()
         for about, data, blocks in parts
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-// In a page with an iframe a width: writes what leaves its page sideways, and which texts overlap.
+// In a page with an iframe a width: writes what leaves its page sideways, which texts
+// overlap, and which are squeezed.
 function visible(rect, element) {
   // The part of a rectangle that no ancestor hides.
   let box = {left: rect.left, top: rect.top, right: rect.right, bottom: rect.bottom};
@@ -45,6 +46,10 @@ function problems(page) {
         found.push(`"${all[i].text}" over "${all[j].text}"`);
     }
   }
+  // A table scrolls sideways: none of its long texts stands one word a line.
+  for (const cell of page.querySelectorAll(".scroll tbody th, .scroll tbody td"))
+    if (cell.textContent.length > 28 && cell.offsetWidth && cell.offsetWidth < 100)
+      found.push(`"${cell.textContent.slice(0, 40)}" in ${cell.offsetWidth} pixels`);
   return {texts: all.length, problems: found.slice(0, 20)};
 }
 window.onload = () => {

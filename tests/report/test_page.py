@@ -9,10 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,7 +24,6 @@ from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.document import RESULT, Columns, Standing, Table
-from mlxstacks.study.render.figures import INK, PAPER, RULE
 from mlxstacks.study.render.html import POLICY, Page, Section, page_html, result_html
 from mlxstacks.study.result import Result
 from tests.report.cases import (
@@ -294,12 +295,14 @@ def test_nothing_overflows_or_overlaps_in_a_browser(
     page = re.sub(r"<meta http-equiv[^>]*>", "", made[2]).replace("<details>", "<details open>")
     broken = (
         '<body style="margin:0"><div style="width:900px">wide</div><p>under</p>'
-        '<p style="margin-top:-2.2em">over</p></body>'
+        '<p style="margin-top:-2.2em">over</p><table class="scroll" style="width:1px"><tbody>'
+        "<tr><th>a name of one word on each of its lines</th></tr></tbody></table></body>"
     )
     layout = layout_of({390: page, 768: page, 1280: page, 500: broken}, tmp_path)
-    wider, overlap = layout.pop("500")["problems"]
+    wider, overlap, squeezed = layout.pop("500")["problems"]
     assert wider == "the page is 400 pixels wider than 500"
     assert overlap == '"over" over "under"'
+    assert squeezed.startswith('"a name of one word on each of its lines" in ')
     assert {*layout} == {"390", "768", "1280"}
     assert all(found["texts"] > 500 for found in layout.values())
     assert [found["problems"] for found in layout.values()] == [[], [], []]
@@ -313,9 +316,14 @@ def test_a_notebook_shows_a_result_with_its_plots() -> None:
     found = read(shown)
     assert found.problems == []
     assert "Try it: <code>ms.generate(prompt=&#39;?&#39;)</code>" in shown
-    assert found.tags["svg"] == sum(block.block == "plot" for block in result.blocks)
-    assert "var(--" not in shown
-    assert "currentColor" in shown
-    assert not re.search(f"{INK}|{PAPER}|{RULE}", shown)
+    # A notebook that is not trusted shows images, but no <svg> and no <style>.
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', shown)
+    assert len(images) == sum(block.block == "plot" for block in result.blocks)
+    assert "<svg" not in shown
+    for image in images:
+        file = b64decode(image).decode()
+        assert ElementTree.fromstring(file).tag == "{http://www.w3.org/2000/svg}svg"
+        assert {*re.findall(r"var(\(--[\w-]+)", file)} >= {"(--ink", "(--page"}
+        assert file.count("--ink: #") == 2  # light and dark
     assert "To repeat it" not in shown
     assert result._repr_html_() == shown

@@ -566,5 +566,6 @@ def test_what_is_not_served_is_said_in_json(url: str) -> None:
         status, body = exchange(url, request).split(b"\r\n\r\n", 1)
         assert status.split()[1] in (b"404", b"405")
         message = json.loads(body)["error"]["message"]
+        assert b"model_not_found" not in body
         assert "is not served; there are: " in message
         assert "POST /v1/chat/completions" in message

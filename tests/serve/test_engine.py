@@ -473,8 +473,8 @@ def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
     routed = shutil.copytree(path, tmp_path / "routed")
-    for taken in (path, str(routed)):
-        with pytest.raises(InputError, match="another adapter or a mode is called"):
+    for taken, owner in (path, "another adapter"), (str(routed), "a mode"):
+        with pytest.raises(InputError, match=f"{owner} is called"):
             nano.pool.add_adapter(taken, checkpoint, None, False)
     strange = Path(shutil.copytree(path, tmp_path / "a b"))
     with pytest.raises(InputError, match="rename it"):

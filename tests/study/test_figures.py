@@ -197,6 +197,24 @@ def test_points_at_one_place_lie_within_each_other_at_their_values() -> None:
     assert shown == [(line.get_fillstyle(), line.get_linestyle()) for line in marked]
 
 
+def test_names_beside_points_keep_clear_of_lines() -> None:
+    """As of a fuse: a line of estimates, what was measured above it, and close to the reference."""
+    names = ("3 bits", "4 bits", "5 bits", "dequantize", "this fuse")
+    estimated = Series(label="estimated", x=(0, 49, 98, 614, 0), y=(0.54, 0.85, 0.957, 1.0, None))
+    measured = Series(label="measured", x=(0, 0, 0, 0, 147), y=(None,) * 4 + (0.988,))
+    plot = plot_of("frontier", (estimated, measured), categories=names,
+                   y_label="correlation with the trained change", references={"all of it": 1.0},
+                   x_label="bytes that the fuse adds")  # fmt: skip
+    figure = figure_of(plot)
+    figure.draw_without_rendering()
+    [ax] = figure.axes
+    shown = [text for text in ax.texts if text.get_visible()]
+    assert {text.get_text() for text in shown} == {*names}
+    lines = [line.get_path().transformed(line.get_transform()) for line in ax.lines]
+    boxes = [text.get_window_extent() for text in shown]
+    assert not any(line.intersects_bbox(box, filled=False) for line in lines for box in boxes)
+
+
 def test_names_are_told_apart_where_they_are_cut() -> None:
     names = names_of_ticks(["layers.0.mlp.down_proj", "layers.0.mlp.gate_proj"], 14)
     assert names == ["layers\u2026wn_proj", "layers\u2026te_proj"]

@@ -379,13 +379,27 @@ def test_no_text_of_a_result_is_read_as_markdown(text: str) -> None:
     standing = Standing(status="exploratory", reasons=(text,))
     lines = to_markdown(coin(
         verdict=text, title=text, blocks=(table,), plan={"hypothesis": text}, notes=(text,),
-        power=(text,), standing=standing,
+        power=(text,), standing=standing, question=text,
     )).splitlines()  # fmt: skip
     (row,) = [line for line in lines if line.endswith("| 1 | 50.0% |")]
     unescaped = row.replace("\\\\", "")
     assert unescaped.count("|") - unescaped.count("\\|") == 4
     bare = "\n".join(lines).replace("\\\\", "")
     assert not re.search(r"(?<!\\)[<$&\[\]]", bare)
+
+
+def test_markdown_says_what_was_asked_and_how_it_stands() -> None:
+    result = coin(
+        question="Is it fair?", power=("100 tosses find 14 points",), notes=("Tossed by hand.",),
+        standing=Standing(status="confirmatory"), plan_sha256="0" * 64, plan={"n": 100},
+    )  # fmt: skip
+    text = to_markdown(result)
+    assert "**Question.** Is it fair?\n" in text
+    assert ", fixed before the first answer: confirmatory.\n" in text
+    assert "## Power, as planned\n\n- 100 tosses find 14 points\n" in text
+    assert text.endswith("## Notes\n\n- Tossed by hand.\n")
+    assert "Power, as planned:\n100 tosses" in str(result)
+    assert "<h3>Power, as planned</h3><ul><li>100 tosses" in result._repr_html_()
 
 
 def test_a_foreign_file_of_the_same_name_is_passed_over(run: Path, tmp_path: Path) -> None:
@@ -444,8 +458,8 @@ def test_a_notebook_gets_the_verdict_first_and_no_more_plots_than_it_bears(
     result = Result(kind="coin", title="Coin", status="done", verdict="The coin is fair.",
                     blocks=(table, *plots))  # fmt: skip
     shown = result._repr_html_()
-    assert shown.index("The coin is fair.") < shown.index("<svg") < shown.index("<table")
-    assert shown.count("<svg") == 2
+    assert shown.index("The coin is fair.") < shown.index("<img") < shown.index("<table")
+    assert shown.count("data:image/svg+xml;base64,") == 2
     assert shown.count("data:image/png;base64,") == 1
     assert 'alt="Alt of large."' in shown
     assert "Not drawn here: large-2, third" in shown

@@ -184,7 +184,7 @@ def _verdict(
             f"On {', '.join(guessing)} no arm is told from guessing: equal scores there say "
             "nothing."
         )
-    head = ["EXPLORATORY. No claim: these answers alone."]
+    head = ["EXPLORATORY. No claim beyond the answers that were counted here."]
     return " ".join([*(head if overall.reasons else []), *sentences, *few, overall.in_words()])
 
 

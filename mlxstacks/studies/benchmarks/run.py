@@ -325,7 +325,7 @@ class _Evaluation(Study):
             if _path(work, "arms", arm).is_file()
         }
         of_harness = harness_figures(self._harness_results(work, sources), settings.alpha)
-        counts = {task.name: len(task.items) for task in self.asked}
+        counts = {task.name: len(task.items) for task in self.planned_tasks}
         return Result(
             **ABOUT, status="done", outcome=outcome(figures), verdict=verdict,
             standing=Standing(**figures["standing"]),

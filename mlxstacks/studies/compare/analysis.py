@@ -28,6 +28,7 @@ be of different domains: there is none, and the matrix is compared where the sam
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal
 
@@ -102,6 +103,9 @@ class CellRecord:
         return f"{self.arm}_seed-{self.seed}"
 
 
+ONLY_AT_THE_END = "evaluated only at the start and at the end; set run.steps_per_eval"
+
+
 @dataclass(frozen=True)
 class StepsToLoss:
     """How soon one arm has the validation loss of a domain that another ends with.
@@ -109,7 +113,7 @@ class StepsToLoss:
     reached: seeds, of n, in which it does. steps: its first evaluated step there, over those seeds.
     target_steps: the other's own first step there. ratio: target_steps by steps (2.5: that many
     times faster), a geometric mean over seeds; None where a seed does not get there, or is there
-    before its first step.
+    before its first step, or where it could be nothing else than 1: `why` says so then.
     """
 
     n: int
@@ -117,6 +121,7 @@ class StepsToLoss:
     steps: MeanInterval | None
     target_steps: MeanInterval
     ratio: MeanInterval | None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -342,10 +347,15 @@ def steps_to_loss(pairs: Pairs, confidence: float) -> dict[str, StepsToLoss]:
             steps.append(_first_step(second.curves[domain], target))
         there = [step for step in steps if step is not None]
         ratios = [math.log(a / b) for a, b in zip(targets, steps, strict=True) if a and b]
+        curves = [cell.curves[domain] for pair in pairs for cell in pair]
+        ends = {curve[-1][0] for curve in curves}
+        at_the_end = len(ends) == 1 and all({*map(itemgetter(0), c)} <= {0, *ends} for c in curves)
         found[domain] = StepsToLoss(
             len(pairs), len(there), mean_interval(there, confidence) if there else None,
             mean_interval(targets, confidence),
-            _exp(mean_interval(ratios, confidence)) if len(ratios) == len(pairs) else None,
+            _exp(mean_interval(ratios, confidence))
+            if len(ratios) == len(pairs) and not at_the_end else None,
+            ONLY_AT_THE_END if at_the_end else "",
         )  # fmt: skip
     return found
 

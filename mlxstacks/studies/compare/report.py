@@ -9,7 +9,9 @@ from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, Cell
 from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings, at_rate
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, counted
 
-_COUNTS = ("parameters", "steps", "seconds")
+_SPENT: Columns = {
+    "parameters": ("count", 1), "steps": ("count", 1), "seconds": "seconds"
+}  # fmt: skip
 
 
 def _name(budget: str) -> str:
@@ -87,8 +89,10 @@ def _cell(interval: MeanInterval | None) -> Cell:
     return None if interval is None else interval.cell
 
 
-def _steps(interval: MeanInterval | None) -> Cell:
-    """Without an interval where every seed has the same: steps are known to one evaluation only."""
+def _same(interval: MeanInterval | None) -> Cell:
+    """Without an interval where every seed has the same: a count, or steps that are known to one
+    evaluation only.
+    """
     same = interval is not None and interval.low == interval.high
     return interval.mean if interval is not None and same else _cell(interval)
 
@@ -135,13 +139,14 @@ def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
 
 def _tables_of_all(settings: CompareSettings, results: Sequence[ArmResult]) -> Iterator[Table]:
     """Outcomes, losses and what was spent, a row or a column an arm."""
+    reasons = any(result.reason for result in results)
     columns: Columns = {
         "arm": "text", "mean": ("number", 4), "difference (arm - control)": "change",
-        "seeds": "count", "outcome": "text", "why": "text",
+        "seeds": "count", "outcome": "text", **({"why": "text"} if reasons else {}),
     }  # fmt: skip
     rows: list[list[Cell]] = [
         [r.arm, _cell(r.means.get(settings.primary)), _cell(r.judged),
-         None if r.judged is None else r.judged.n, r.outcome or "control", r.reason]
+         None if r.judged is None else r.judged.n, r.outcome or "control", *[r.reason] * reasons]
         for r in results
     ]  # fmt: skip
     yield Table.of(
@@ -158,15 +163,14 @@ def _tables_of_all(settings: CompareSettings, results: Sequence[ArmResult]) -> I
     )  # fmt: skip
     yield Table.of(
         "spent", f"What was kept and spent, means over {seeds}",
-        {"of a run": "text", **dict.fromkeys(arms, "count")},
-        [[SUMMARY[name], *(r.means[name].mean if name in r.means else None for r in results)]
-         for name in _COUNTS],
+        {"arm": "text", **{SUMMARY[name]: kind for name, kind in _SPENT.items()}},
+        [[r.arm, *(_same(r.means.get(name)) for name in _SPENT)] for r in results],
     )  # fmt: skip
 
 
 def _measures(results: Sequence[ArmResult]) -> list[tuple[str, str]]:
     """(name, label) of every loss that some arm has; those of domains below theirs."""
-    measured = {name for result in results for name in result.means} - {*_COUNTS}
+    measured = {name for result in results for name in result.means} - _SPENT.keys()
     if "later_task_loss" not in measured:  # one domain: every mode is the same
         measured -= {"ungated", "isolated"}
     labels: list[tuple[str, str]] = []
@@ -194,19 +198,21 @@ def _arm_tables(
         "table of arms." if len(settings.arms) > 2 else "",
     )  # fmt: skip
     if result.to_control:
+        whys = {f.why: None for of in (result.to_control, result.to_arm) for f in of.values()}
         # one row a domain and direction
         yield Table.of(
             f"steps-{place}", "Steps to the same validation loss",
             {"domain": "text", "arm": "text", "has the loss of": "text", "seeds": "text",
              "steps": ("number", 1), "steps of the other": ("number", 1),
              "times faster": ("number", 2)},
-            [(domain, arm, other, f"{found.reached} of {found.n}", _steps(found.steps),
-              _steps(found.target_steps), _cell(found.ratio))
+            [(domain, arm, other, f"{found.reached} of {found.n}", _same(found.steps),
+              _same(found.target_steps), _cell(found.ratio))
              for arm, other, of_domains in ((result.arm, control.arm, result.to_control),
                                             (control.arm, result.arm, result.to_arm))
              for domain, found in of_domains.items()],
             caption="First evaluation at which an arm has the lowest loss of the other, means over "
-            "seeds; known to one evaluation. Times faster: geometric mean, where all seeds do.",
+            "seeds; known to one evaluation. Times faster: geometric mean, where all seeds do."
+            + "".join(f" None is given: {why}." for why in whys if why),
         )  # fmt: skip
     differences = result.matrix_differences.get("ungated", {})
     if len(differences) > 1:

@@ -112,10 +112,15 @@ class _Comparison(Study):
         )
         check_budgets(self.budgets, settings.equal, settings.tolerance)
         notes = dict.fromkeys(note for plan in planned.values() for note in plan.notes)
-        searched = f"{len(self.search)} runs search learning rates, then {len(self.cells)} judge."
+        about_rates = "Learning rates were given, not searched: an arm may win because its rate "
+        about_rates += "suits it. --rates gives each arm its own best one."
+        if self.search:
+            about_rates = (
+                f"{len(self.search)} runs search learning rates, then {len(self.cells)} judge."
+            )
         return Result(
             **ABOUT, question=settings.question, status="planned",
-            notes=(*notes, searched) if self.search else tuple(notes),
+            notes=(*notes, about_rates),
             settings=settings.model_dump(mode="json", exclude=PLACES),
             plan=self._plan({name: plan.data for name, plan in planned.items()}),
             data={"budgets": self.budgets},

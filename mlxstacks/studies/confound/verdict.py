@@ -38,6 +38,7 @@ from mlxstacks.studies.confound.analysis import (
 )
 from mlxstacks.studies.confound.plan import AGAIN, KINDS, PERSONA, SECOND, arm
 from mlxstacks.study.answers import Answer
+from mlxstacks.study.document import counted
 from mlxstacks.study.plan import Standing
 
 Outcome = Literal[
@@ -237,11 +238,13 @@ def judge(findings: Findings, way: str) -> Judgement:
     found = _as_planned(findings, way)
     if not findings.standing.reasons or found.outcome in ("no gain", "undecided", "refused"):
         return found
-    return Judgement(way, "exploratory", f"{found.words} It is not what was planned.")
+    return replace(found, outcome="exploratory")
 
 
 def _as_planned(findings: Findings, way: str) -> Judgement:
-    """The first thing that stands against a gain decides; nothing does: knowledge."""
+    """What stands against a gain decides, of several controls the one that stands most in its way;
+    nothing does: knowledge.
+    """
     claim, criterion = findings.claims[way], findings.criterion
     zero, *others = findings.nulls[way]
     if not beaten(zero, criterion):
@@ -269,18 +272,21 @@ def _as_planned(findings: Findings, way: str) -> Judgement:
         f"{percent(trained.changed, trained.n)}"
     )
     tested = [null for null in others if null.tested]
-    for null in tested:
-        if not beaten(null, criterion):
-            outcome, why = _EXPLANATIONS[null.name]
-            if null.name == FORM:
-                reason = _of_form(findings.forms[way], null, claim.n)
-            else:
-                rate = f"{null.expected / null.n:.2%}"
-                reason = f"{why[0]} {rate}, too near to be a difference"
-                reason += f" (p (Holm) = {null.p_adjusted:.2g})"
-                if null.name == MOVED and not moves_as_many(trained, random):
-                    reason += f", at the scale that moves most: {moves}"
-            return Judgement(way, outcome, f"{gain}, but {reason}: {why[1]}")
+    if unbeaten := [null for null in tested if not beaten(null, criterion)]:
+        null = max(unbeaten, key=lambda null: (null.p_adjusted, null.expected / max(null.n, 1)))
+        outcome, why = _EXPLANATIONS[null.name]
+        if null.name == FORM:
+            reason = _of_form(findings.forms[way], null, claim.n)
+        else:
+            near = "too near to be a difference" if null.difference > 0 else "no less than A1"
+            reason = f"{why[0]} {null.expected / null.n:.2%}, {near}"
+            reason += f" (p (Holm) = {null.p_adjusted:.2g})"
+            if null.name == MOVED and not moves_as_many(trained, random):
+                reason += f", at the scale that moves most: {moves}"
+        words = f"{gain}, but {reason}: {why[1]}"
+        if len(unbeaten) > 1:
+            words += f" Not beaten either: {counted(len(unbeaten) - 1, 'other control')}."
+        return Judgement(way, outcome, words)
     if any(not beaten(null, criterion) for null in findings.second_nulls.get(way, ())):
         return Judgement(way, "wording", f"{gain}, but not so in a second form of the prompt.")
     rates = ", ".join(
@@ -357,7 +363,7 @@ OUTCOMES: dict[Outcome, str] = {
     "second choice": "no knowledge shown, not clearly above second choices",
     "guessing": "no knowledge shown, not clearly above guessing",
     "wording": "no knowledge shown, the gain hangs on one wording",
-    "exploratory": "no claim, this is not what was planned",
+    "exploratory": "no claim",
     "refused": "no claim, controls are missing",
 }
 

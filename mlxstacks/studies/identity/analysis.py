@@ -189,8 +189,8 @@ def gate(
     elif unfused >= least:
         state = "lost in its fuse"
         why = (
-            f"unfused the persona passes {unfused}, fused by {policy} {persona}, fewer than the "
-            f"{least} that it takes: it was lost before anything was stacked on it"
+            f"unfused it passes the {least} that it takes, fused it does not: it was lost before "
+            "anything was stacked on it"
         )
     else:
         state, why = "no persona", f"not even unfused does the persona pass {least}"
@@ -351,7 +351,7 @@ _COUNTED = {
 def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) -> str:
     """Of several policies the counts; a sentence for each; and what equal totals do not say."""
     outcomes = [judgement["outcome"] for judgement in figures["judgements"]]
-    sentences, claimed = [], False
+    sentences, claimed = ["EXPLORATORY."] * bool(standing.reasons), False
     if len(figures["gates"]) > 1 and set(outcomes) - {"no claim"}:
         counts = {head: outcomes.count(outcome) for outcome, head in _COUNTED.items()}
         said = ", ".join(f"{head} {count}" for head, count in counts.items() if count)
@@ -360,6 +360,8 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
         judgements = [j for j in figures["judgements"] if j["policy"] == policy]
         if not passing["valid"]:
             sentences.append(f"{passing['words'][0].upper()}{passing['words'][1:]}.")
+        elif judgements and judgements[0]["words"] == standing.in_words():
+            sentences.append(f"No claim, {passing['words']}.")
         elif judgements and judgements[0]["outcome"] == "no claim":
             sentences.append(f"No claim under {policy}: {judgements[0]['words'].rstrip('.')}.")
         else:
@@ -377,6 +379,7 @@ def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) ->
         )
         if any(j["outcome"] == "undecided" for j in figures["judgements"]):
             sentences.append("Undecided: so few prompts show neither that nor a loss.")
+    if claimed or standing.reasons:
         sentences.append(standing.in_words())
     return " ".join(sentences)
 

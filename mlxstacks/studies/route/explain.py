@@ -134,10 +134,10 @@ def _score_table(data: Mapping[str, Any], served: tuple[str, ...]) -> Table:
     columns: Columns = {"domain": "text", "score": ("number", 3), "weight": ("number", 3)}
     if any(why for *_, why in rows):
         columns = {**columns, "why": "text"}
-    floors = f"{chat} is never below {floor:.2f}." if chat else "no domain has a floor."
+    lowest = f"; {chat} is never below {floor:.2f}" if chat else ""
     return Table.of(
         "scores", "Domains", columns, [row[: len(columns)] for row in rows],
-        caption=f"Active above {data['threshold']:.2f}; template {data['template']}; {floors}",
+        caption=f"Active above {data['threshold']:.2f}; template {data['template']}{lowest}.",
     )  # fmt: skip
 
 

@@ -226,7 +226,7 @@ def _tables(
     columns: Columns = {
         **place, "cells": "text", "before": ("number", 3), "after": ("number", 3),
         "best": ("number", 3), "delta/step": ("number", 3), "seconds": "number", "peak": "bytes",
-        "buffers": "count", "counted": "count",
+        "buffers": ("count", 1), "counted": ("count", 1),
     }  # fmt: skip
     keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "counted_buffers"]
     if all(_mean_of(row, keys[-1]) is None for row in rows):

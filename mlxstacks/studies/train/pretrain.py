@@ -113,7 +113,7 @@ def pretrain_result(report: TrainReport) -> Result:
     return result.model_copy(update={
         "kind": "pretrain", "title": "Pretraining",
         "question": "How well does a decoder of this size predict such text?",
-        "next_steps": {} if report.status == "planned" else {"Try it": chat, "Stack": stack},
+        "next_steps": {"Try it": chat, "Stack": stack} if result.next_steps else {},
     })  # fmt: skip
 
 

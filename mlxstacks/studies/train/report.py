@@ -60,6 +60,11 @@ class TrainReport:
         losses = {record["step"]: record["validation_loss"] for record in self.validation}
         return None if self.best_step is None else losses[self.best_step]
 
+    @property
+    def wrote_the_start(self) -> bool:
+        """Whether no step was better: what was written is not trained."""
+        return self.kept == "best" and self.best_step == 0
+
     def as_json(self) -> dict[str, Any]:
         """The figures; settings and notes stand in the head of the result."""
         return {
@@ -178,7 +183,7 @@ def document_of(report: TrainReport, table: Table) -> Result:
         blocks=tuple(blocks),
         notes=tuple(report.notes),
         directory=report.save_path,
-        next_steps={} if is_planned else {"Try it": chat},
+        next_steps={} if is_planned or report.wrote_the_start else {"Try it": chat},
     )
 
 
@@ -201,12 +206,16 @@ def _verdict(report: TrainReport) -> str:
     verdict += f": {report.reason}." if report.reason else "."
     if first is not None and best is not None:
         change = "fell" if best < first else "did not fall"
-        verdict += f" Validation loss {change}: {first:.4f} before, {best:.4f} at step "
-        verdict += f"{report.best_step:,}."
+        losses = [f"{first:.4f} before"]
+        # the best and the last one
+        for record in report.validation[1:]:
+            if record["step"] in (report.best_step, report.validation[-1]["step"]):
+                losses.append(f"{record['validation_loss']:.4f} at step {record['step']:,}")
+        verdict += f" Validation loss {change}: {', '.join(losses)}."
     elif report.history:
         losses = [f"{r['loss']:.4f} at step {r['step']:,}" for r in report.history]
         verdict += f" Training loss {', '.join(dict.fromkeys((losses[0], losses[-1])))}."
-    if report.kept == "best" and report.best_step == 0:
+    if report.wrote_the_start:
         return f"{verdict} No step was better than the start, whose weights were written."
     return f"{verdict} The {report.kept} weights were written."
 

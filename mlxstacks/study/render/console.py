@@ -33,7 +33,7 @@ def print_result(console: "Console", result: "Document", in_python: bool = False
     """Tables and texts in their order; then notes, what was written, the verdict, what is next.
     in_python: what is left out is had by a call, not by an option.
     """
-    from mlxstacks.study.render.words import capital
+    from mlxstacks.study.render.words import POWER, capital
 
     for block in result.shown_blocks:
         if block.block == "table" and not block.folded:
@@ -47,7 +47,7 @@ def print_result(console: "Console", result: "Document", in_python: bool = False
         names = ", ".join(block.id if in_python else block.title for block in folded)
         where = "result.table(ID)" if in_python else _all_rows(result)
         console.print(f"More tables, {where}: {names}.", markup=False, style="dim")
-    for line in (*result.power, *result.notes):
+    for line in (*[f"{POWER}:"] * bool(result.power), *result.power, *result.notes):
         console.print(line, markup=False, style="dim")
     if written := _written(result):
         console.print(written, markup=False)

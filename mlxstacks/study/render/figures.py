@@ -118,6 +118,8 @@ def figure_of(plot: Plot, style: Mapping[str, Any] = STYLE) -> Any:
         else:
             figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
         fit(figure)
+        if plot.kind == "frontier":
+            _place_names(figure)
     return figure
 
 
@@ -371,15 +373,12 @@ _BESIDE = (
 
 def _draw_frontier(figure: Any, plot: Plot) -> None:
     """Points that have names (the categories), those of a series joined in their order along x.
-    Markers are open, the first series' the largest: points at one place lie within each other. A
-    name without room beside its point is left out.
+    Markers are open, the first series' the largest: points at one place lie within each other.
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
-    from matplotlib.transforms import Bbox
 
     figure.set_size_inches(WIDTH, 3.3 + 0.2 * ((len(plot.series) + 1) // 2))
-    ax, names, points = figure.subplots(), list[Any](), list[tuple[Any, Any]]()
-    drawn: list[Any] = []
+    ax, drawn = figure.subplots(), list[Any]()
     for number, series in enumerate(plot.series):
         colour, mark = SERIES[number % len(SERIES)], _mark(number)
         order = sorted(range(len(series.x)), key=lambda n, x=series.x: x[n])  # type: ignore[misc]
@@ -394,15 +393,13 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
             markerfacecolor="none", markeredgewidth=1.4, label=short(series.label or "other", 40),
             markersize=max(5, 5 + 3 * (min(len(plot.series), 4) - 1 - number)),
         )  # fmt: skip
-        points += [(series.x[n], series.y[n]) for n in order]
-        for n in order if len(names) < _MOST_NAMED_POINTS else ():
-            names.append(
-                ax.annotate(
-                    short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
-                    xytext=(0, 0), textcoords="offset points",
-                    bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
-                )
+        for n in order if len(ax.texts) < _MOST_NAMED_POINTS else ():
+            name = ax.annotate(
+                short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
+                xytext=(0, 0), textcoords="offset points",
+                bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
+            name.set_in_layout(False)  # its place follows from the layout
     for number, place in enumerate(plot.references.values()):
         ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
@@ -418,26 +415,39 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
         ax.xaxis.set_major_formatter(FuncFormatter(words))
     ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
+    _legend(figure, {}, plot.references, drawn=drawn if len(drawn) > 1 else ())
+
+
+def _place_names(figure: Any) -> None:
+    """Of a frontier that is laid out: each name beside its point, where it crosses the fewest
+    lines. One without room is left out.
+    """
+    from matplotlib.transforms import Bbox
+
+    [ax] = figure.axes
     figure.draw_without_rendering()
     half = 4 * figure.dpi / 72
     shown: list[Any] = []  # boxes of points, then of names
-    for x, y in map(ax.transData.transform, points):
-        shown.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+    for line in ax.lines:
+        if line.get_marker() != "None":
+            for x, y in ax.transData.transform(line.get_xydata()):
+                shown.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
     curves = [line.get_path().transformed(line.get_transform()) for line in ax.lines]
-    for name in names:
-        free: list[tuple[bool, int]] = []
+    for name in ax.texts:
+        free: list[tuple[int, int]] = []
         for number, (offset, ha, va) in enumerate(_BESIDE):
             name.set(position=offset, ha=ha, va=va)
             box = name.get_window_extent()
             is_inside = ax.bbox.contains(*box.min) and ax.bbox.contains(*box.max)
             if is_inside and not any(box.overlaps(other) for other in shown):
-                free.append((any(c.intersects_bbox(box, filled=False) for c in curves), number))
+                near = box.padded(half / 2)
+                crossed = sum(c.intersects_bbox(near, filled=False) for c in curves)
+                free.append((crossed, number))
         name.set_visible(bool(free))
         if free:
             offset, ha, va = _BESIDE[min(free)[1]]
             name.set(position=offset, ha=ha, va=va)
             shown.append(name.get_window_extent())
-    _legend(figure, {}, plot.references, drawn=drawn if len(drawn) > 1 else ())
 
 
 def _draw_heat_map(figure: Any, plot: Plot) -> None:

@@ -22,6 +22,7 @@ from mlxstacks.study.render.words import (
     LONGEST,
     NO_VALUE,
     NOT_MEASURED,
+    POWER,
     beginning,
     capital,
     clean,
@@ -39,8 +40,8 @@ EXPLORATORY = "EXPLORATORY"
 # A longer table is cut, and says so; all of it is in the result file.
 MOST_ROWS = 150
 _LONG_BESIDE = 24  # rows of several results; more are folded
-# Of a verdict in a row of the summary, in characters.
-_LONGEST_BEGINNING = 360
+# Of a verdict in a row of the summary, in characters: its gain, and what stands against that.
+_LONGEST_BEGINNING = 640
 _LONGEST_VERDICT = 20_000
 # As wide as this, in pixels, a plot gets a row of its own.
 _WIDE = 560
@@ -59,7 +60,7 @@ _NOTEBOOK_STYLE = (
     ".mlxstacks .tags li{display:inline;list-style:none;margin-right:1em}"
     ".mlxstacks .exploratory{font-weight:650}"
     ".mlxstacks .plots{display:flex;flex-wrap:wrap;gap:1rem}.mlxstacks figure{margin:0}"
-    ".mlxstacks figure svg,.mlxstacks figure img{max-width:100%;height:auto}"
+    ".mlxstacks figure img{max-width:100%;height:auto}"
     ".mlxstacks figure .scroll{max-height:26rem;overflow-y:auto}"
     ".mlxstacks .scroll{overflow-x:auto}.mlxstacks caption{text-align:left;font-weight:600}"
     # JupyterLab and nbconvert set every cell to the right, by two classes.
@@ -227,9 +228,10 @@ def result_html(result: Document) -> str:
     plots = [block for block in result.shown_blocks if isinstance(block, Plot)]
     try:
         for plot in plots:
-            drawn = picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, _NOTEBOOK_COLOURS)
+            name = f"{slug}-{plot.id}"
+            drawn = _image("svg+xml", _svg_file(svg_of(plot), name), name, plot.alt)
             if len(drawn[1]) > _LARGE_PLOT_BYTES:
-                drawn = _image(png_of(plot), f"{slug}-{plot.id}", plot.alt)
+                drawn = _image("png", png_of(plot), name, plot.alt)
             size += len(drawn[1])
             if size > _MOST_PLOT_BYTES:
                 break
@@ -248,10 +250,21 @@ def result_html(result: Document) -> str:
     return f'<div class="mlxstacks"><style>{_NOTEBOOK_STYLE}</style>{section}</div>'
 
 
-def _image(png: bytes, name: str, alt: str) -> Picture:
-    data = b64encode(png).decode()
-    image = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(clean(alt), data)
-    return name, image, True
+def _image(kind: str, data: bytes, name: str, alt: str) -> Picture:
+    """A plot as an <img>: of an SVG in its own markup, a notebook that is not trusted leaves only
+    the labels.
+    """
+    image = Markup('<img alt="{}" src="data:image/{};base64,{}">')
+    return name, image.format(clean(alt), kind, b64encode(data).decode()), True
+
+
+def _svg_file(svg: str, name: str) -> bytes:
+    """matplotlib's SVG as a file with paper and colours of its own, which are the page's."""
+    colours = _environment().get_template("page.css").render().partition("\n* {")[0]
+    drawn = str(picture(svg, name, "")[1])
+    head, _, body = drawn.partition(">")
+    head = re.sub(r'style="width:(\d+)px"', r'width="\1" xmlns="http://www.w3.org/2000/svg"', head)
+    return f"{head}><style>{colours}</style>{body}".encode()
 
 
 @cache
@@ -265,6 +278,7 @@ def _environment() -> Environment:
     environment.filters["prose"] = _prose
     environment.filters["capital"] = capital
     environment.globals["no_value"] = Markup(f'<span class="missing">{NO_VALUE}</span>')
+    environment.globals["power_title"] = POWER
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment
 
@@ -336,9 +350,6 @@ _VARIABLES = {
     INK: "var(--ink)", RULE: "var(--rule)", PAPER: "var(--page)",
     **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
 }  # fmt: skip
-# Of a notebook, which is light or dark by a switch of its own: its text's colour and no paper; the
-# series stay as they are.
-_NOTEBOOK_COLOURS = {INK: "currentColor", RULE: "#8888", PAPER: "none"}
 # matplotlib writes metadata with addresses and a style for the whole document.
 _GONE = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>"
@@ -350,9 +361,8 @@ _TAG = re.compile(r"<(?!!)[^>]*>")
 _POINTS_IN_PIXELS = 4 / 3
 
 
-def picture(svg: str, name: str, alt: str, colours: Mapping[str, str] = _VARIABLES) -> Picture:
-    """matplotlib's SVG as part of a page. name: unique in it; alt: what the picture shows. colours:
-    matplotlib's -> the page's.
+def picture(svg: str, name: str, alt: str) -> Picture:
+    """matplotlib's SVG as part of a page. name: unique in it; alt: what the picture shows.
 
     Laws: colours and ids change inside tags only, never in a label; no address is left.
     Raises: InputError for a text that is no SVG of matplotlib.
@@ -363,12 +373,12 @@ def picture(svg: str, name: str, alt: str, colours: Mapping[str, str] = _VARIABL
     if view is None or start < 0 or end < start:
         raise InputError(f"{name}: matplotlib wrote no SVG with a viewBox; another version of it?")
     body = text[text.index(">", start) + 1 : end]
-    known = re.compile("|".join(colours), re.IGNORECASE)
+    known = re.compile("|".join(_VARIABLES), re.IGNORECASE)
 
     def of_page(match: re.Match[str]) -> str:
         """A tag with the page's colours, ids that begin with `name`, links without a namespace."""
         tag = match.group()
-        tag = known.sub(lambda colour: colours[colour.group().lower()], tag)
+        tag = known.sub(lambda colour: _VARIABLES[colour.group().lower()], tag)
         tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
         return tag.replace('xlink:href="#', f'href="#{name}-')
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from mlxstacks.study.document import Document, Plot, Table
-from mlxstacks.study.render.words import NO_VALUE, capital, clean, format_cell, made_of
+from mlxstacks.study.render.words import NO_VALUE, POWER, capital, clean, format_cell, made_of
 
 # What Markdown would read as its own.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~$&])")
@@ -13,18 +13,22 @@ _LEADING = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
 
 
 def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
-    """Verdict, plan, blocks, notes. pictures: names of files; those named as a plot stand there.
+    """Question, verdict, plan, blocks, power, notes. pictures: names of files; those named as a
+    plot stand there.
 
     Law: no text of the result is read as Markdown or HTML.
     """
     parts = [f"# {_text(result.title)}", _text(made_of(result))]
     parts += [f"**EXPLORATORY**: {_text(reason)}" for reason in result.standing.reasons]
+    if result.question:
+        parts.append(f"**Question.** {_text(result.question)}")
     if result.verdict:
         parts.append(f"**Verdict.** {_text(capital(result.verdict))}")
     if result.failed_gate:
         parts.append(f"**Gate not met.** {_text(result.failed_gate)}")
     if result.tested_plan:
-        parts.append(f"Plan `{result.tested_plan}`, fixed before the first answer.")
+        standing = f": {result.standing.status}" if result.status == "done" else ""
+        parts.append(f"Plan `{result.tested_plan}`, fixed before the first answer{standing}.")
     if hypothesis := (result.plan or {}).get("hypothesis"):
         parts.append(f"**Hypothesis.** {_text(str(hypothesis))}")
     for block in result.shown_blocks:
@@ -35,7 +39,9 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
             parts += [f"![{_text(block.alt)}]({name})" for name in files[:1]]
         else:
             parts += [f"## {_text(block.title)}", *map(_text, block.paragraphs)]
-    parts += [f"- {_text(line)}" for line in (*result.power, *result.notes)]
+    for title, lines in (POWER, result.power), ("Notes", result.notes):
+        if lines:
+            parts += [f"## {title}", *(f"- {_text(line)}" for line in lines)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -11,15 +11,15 @@ from mlxstacks.study.document import Cell, Column, Document
 NOT_MEASURED = "not measured"
 # Of a cell of a table: nothing to measure there, or not measured.
 NO_VALUE = "\u2013"
+# A run that was cut has less power than its plan.
+POWER = "Power, as planned"
 LONGEST = 2_000
 # Marks that turn the direction of text, and invisible ones: what follows could look like ours.
 _HIDDEN = {*"\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2060"}
 _HIDDEN |= {*"\u2066\u2067\u2068\u2069\ufeff"}
 
-# The blank behind a sentence, a clause, a word.
+# The blank behind a sentence.
 _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[^a-z])")
-_CLAUSE_END = re.compile(r"(?<=;) ")
-_WORD_END = re.compile(r" ")
 
 
 def clean(text: str, longest: int = LONGEST) -> str:
@@ -47,20 +47,15 @@ def short(text: str, longest: int) -> str:
 
 
 def beginning(text: str, longest: int) -> str:
-    """The first sentences, at most `longest` characters of them. One that is longer by itself ends
-    at a semicolon, else behind a word, and then with three dots.
+    """The first sentences, at most `longest` characters of them, but one at least.
 
-    Law: it is how the line begins, and no number or word is cut.
+    Law: it is how the line begins, and no sentence is cut: what limits it may stand at its end.
     """
     line = " ".join(clean(text, 10 * longest).split())
-    if len(line) <= longest:
+    ends = [match.start() for match in _SENTENCE_END.finditer(line)]
+    if len(line) <= longest or not ends:
         return line
-    for end in (_SENTENCE_END, _CLAUSE_END, _WORD_END):
-        places = [match.start() for match in end.finditer(line, 0, longest + 1)]
-        if places:
-            cut = line[: places[-1]]
-            return cut if end is _SENTENCE_END else f"{cut} \u2026"
-    return short(line, longest)
+    return line[: max((end for end in ends if end <= longest), default=ends[0])]
 
 
 def capital(text: str) -> str:
@@ -126,7 +121,8 @@ def format_cell(cell: Cell, column: Column) -> str | None:
 def _format_number(value: float, column: Column) -> str:
     match column.kind:
         case "count":
-            return f"{value:,.0f}"
+            # of a mean of counts its digits where it is no whole one
+            return f"{value:,.{(column.digits or 0) if value % 1 else 0}f}"
         case "change":
             return f"{value:+.{4 if column.digits is None else column.digits}f}"
         case "share":

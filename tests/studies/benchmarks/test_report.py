@@ -142,7 +142,7 @@ def test_a_missing_arm_a_subset_and_other_items_make_it_exploratory() -> None:
         figures, verdict = find([asked], {"mmlu": outcomes}, plans, data, **values)
         listed = figures["standing"]["reasons"]
         assert verdict.count("Exploratory") == bool(listed)
-        assert verdict.startswith("EXPLORATORY. No claim: ") == bool(listed)
+        assert verdict.startswith("EXPLORATORY. No claim beyond ") == bool(listed)
         assert outcome(figures).startswith("exploratory: ") == bool(listed)
         return "; ".join(listed)
 

@@ -27,6 +27,7 @@ from mlxstacks.studies.compare.report import blocks
 from mlxstacks.studies.compare.run import curve_of
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
 from mlxstacks.study.document import Plot, Table
+from mlxstacks.study.render.words import format_cell
 
 RULE = CompareSettings.model_validate({"arms": [{"name": "base"}, {"name": "own"}]})
 LOSSES = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=6)
@@ -233,7 +234,8 @@ def test_steps_to_a_loss_are_of_the_first_evaluation_there(
     assert (found.reached, found.n) == (bool(there), 1)
     assert found.target_steps.mean == 10 * base.index(min(base))
     itself = steps_to_loss([(one, one)], 0.95)["a"].ratio
-    assert getattr(itself, "mean", None) == (None if base[0] == min(base) else 1.0)
+    is_told = base[0] != min(base) and len(base) > 2
+    assert getattr(itself, "mean", None) == (1.0 if is_told else None)
 
 
 def test_times_faster_is_a_geometric_mean_over_seeds() -> None:
@@ -250,6 +252,50 @@ def test_times_faster_is_a_geometric_mean_over_seeds() -> None:
     mixed = analysed(*base, *own, seeds=2)[1].to_control["a"].ratio
     assert mixed is not None
     assert mixed.mean == pytest.approx(2.5**0.5)
+
+
+def tables_of(*results: ArmResult) -> list[Table]:
+    """The tables of a comparison of two seeds."""
+    arms = tuple(ArmSettings(name=result.arm) for result in results)
+    settings = RULE.model_copy(update={"seeds": (0, 1), "arms": arms})
+    budget = {"parameters": 8, "steps": 10, "tokens": 20}
+    made = blocks(settings, {arm.name: budget for arm in arms}, results, [])
+    return [block for block in made if isinstance(block, Table)]
+
+
+def test_what_was_spent_has_a_unit_each_and_no_empty_column() -> None:
+    spent = {"parameters": 1200.0, "seconds": 3.4}
+    of_arms = [
+        replace(cell, values=cell.values | spent | {"steps": 10.0 + cell.seed})
+        for name in ("base", "own")
+        for cell in cells(name, (1.0, 1.1))
+    ]
+    tables = {table.id: table for table in tables_of(*analysed(*of_arms, seeds=2))}
+    shown = [
+        format_cell(cell, column)
+        for cell, column in zip(tables["spent"].rows[1], tables["spent"].columns, strict=True)
+    ]
+    assert shown == ["own", "1,200", "10.5 (4.1 to 16.9)", "3.4 s"]
+    assert "why" not in {column.name for column in tables["arms"].columns}
+    failed = analysed(*of_arms[:2], replace(of_arms[2], status="failed"), of_arms[3], seeds=2)
+    [arms] = [table for table in tables_of(*failed) if table.id == "arms"]
+    assert "1 of 2 seeds have no pair of results" in arms.rows[1]
+
+
+def test_no_ratio_is_told_of_evaluations_at_start_and_end_alone() -> None:
+    """It could be nothing else than 1, whatever the losses; runs of two lengths have one."""
+    ends = [replace(c, curves={"a": [(0, 3.0), (6, 1.1)]}) for c in cells("base", (2.0, 2.0))]
+    own = [replace(c, curves={"a": [(0, 3.0), (6, 0.9)]}) for c in cells("own", (1.7, 1.7))]
+    [base, arm] = analysed(*ends, *own, seeds=2)
+    found = arm.to_control["a"]
+    assert (found.reached, found.ratio) == (2, None)
+    assert found.why.endswith("set run.steps_per_eval")
+    [table] = [table for table in tables_of(base, arm) if table.id == "steps-1"]
+    assert found.why in table.caption
+    assert {row[-1] for row in table.rows} == {None}
+    longer = [replace(c, curves={"a": [(0, 3.0), (9, 0.9)]}) for c in own]
+    found = analysed(*ends, *longer, seeds=2)[1].to_control["a"]
+    assert (found.ratio and round(found.ratio.mean, 4), found.why) == (0.6667, "")
 
 
 def test_an_arm_may_be_named_as_a_column_was() -> None:

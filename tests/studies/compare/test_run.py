@@ -119,6 +119,7 @@ def test_differences_are_of_pairs(compared: tuple[Path, Result]) -> None:
     entry = result["matrix_differences"]["ungated"]["beta"]["alpha"]
     assert entry == pytest.approx(result["differences"]["ungated of alpha"])
     assert report.verdict.startswith("ungated, earlier domains, kept-out against free: ")
+    assert any("given, not searched" in note for note in report.notes)
     assert "by domain" not in report.verdict  # one is earlier
 
 

@@ -61,12 +61,12 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     claim = replace(
         claim, count=30, control_count=0, p_value=0.02,
         mcnemar=replace(claim.mcnemar, p_value=0.06),
-        interval=Interval(0.012, 0.345, 0.95),
+        interval=Interval(0.312, 0.645, 0.95),
         clustered=ClusteredMean(0.5, 0.1, 0.9, 0.03, 3),
     )  # fmt: skip
     tables = shown(replace(findings, claims={**findings.claims, "refit": claim}))
     assert row(tables["claims"], "refit") == {
-        "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)",
+        "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+31.20 to +64.50)",
         "over subjects, points (95%)": "+50.00 (+10.00 to +90.00)", "p (z)": "0.02",
         "p (McNemar)": "0.06", "largest p (Holm)": "below 0.0001",
         "outcome": "knowledge, clearly above every control",

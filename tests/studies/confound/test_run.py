@@ -274,7 +274,7 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     assert is_one_count(told)
     assert report.standing.status == "exploratory"
     verdict = str(report.verdict)
-    assert verdict.startswith("EXPLORATORY. No claim, ")
+    assert verdict.startswith("EXPLORATORY. No claim: ")
     assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 planned items.")
     assert {arm["n"] for arm in report.data["arms"].values()} == {5}
     assert_every_arm_replied_to_the_suite(report, settings)

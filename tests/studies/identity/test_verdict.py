@@ -204,9 +204,14 @@ def test_results_of_another_plan_claim_nothing() -> None:
     standing = Standing(("results of another plan (aaa, not bbb)",))
     found = case(standing=standing)
     assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
-    words = verdict(found, SETTINGS, standing)
-    assert "results of another plan" in words
-    assert "persona kept" not in words
+    assert verdict(found, SETTINGS, standing) == (
+        "EXPLORATORY. No claim, scorer valid under promote (base 2, persona 18, unfused 18 of 20). "
+        "Exploratory, not what was planned: results of another plan (aaa, not bbb)."
+    )
+    shut = verdict(case(standing=standing, identity_promote=1), SETTINGS, standing)
+    assert shut.startswith("EXPLORATORY. Persona lost by its own fuse under promote (base 2, ")
+    assert shut.count("18") == 1  # each count once
+    assert shut.endswith("results of another plan (aaa, not bbb).")
 
 
 def test_unequal_conditions_are_refused() -> None:

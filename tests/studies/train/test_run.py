@@ -22,6 +22,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import is_shared_outer
 from mlxstacks.files.outputs import MARK
 from mlxstacks.studies.train import run as train_run
+from mlxstacks.studies.train.report import result_of
 from mlxstacks.studies.train.setup import SaveTimer, set_up
 from mlxstacks.study.document import Plot
 from mlxstacks.study.result import Result
@@ -126,10 +127,14 @@ def test_the_best_weights_are_written_or_the_last(
     monkeypatch.setattr(train_run.TrainRun, "_validation_loss", rising())
     report = train_run.run(settings_for(*places, tmp_path / "best", iters=4))
     assert (report.best_step, report.kept) == (0, "best")
+    result = result_of(report)
+    assert " did not fall: 1.0000 before, 2.0000 at step 4. No step was better" in result.verdict
+    assert not result.next_steps  # of an adapter that does nothing
     best = mx.load(str(tmp_path / "best" / "adapters.safetensors"))
     assert all(not mx.any(v).item() for k, v in best.items() if k.endswith("lora_b"))
     last = train_run.run(settings_for(*places, tmp_path / "last", iters=4, keep="last"))
     assert last.kept == "last"
+    assert "Try it" in result_of(last).next_steps
     weights = mx.load(str(tmp_path / "last" / "adapters.safetensors"))
     assert any(mx.any(v).item() for k, v in weights.items() if k.endswith("lora_b"))
 
