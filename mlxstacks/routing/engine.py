@@ -229,6 +229,10 @@ class RoutedModel:
                 close = difflib.get_close_matches(name, self.domains, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 known = ", ".join(self.domains) or "none"
+                record = self.store and self.store.manifest.domain_named(name)
+                if record:
+                    why = "no stack" if record.enabled else "been disabled"
+                    raise InputError(f"domain {name} has {why}; those that answer: {known}")
                 raise InputError(f"no domain {name[:100]!a} to answer{hint} (there are: {known})")
 
     def weights(self, route: Route) -> dict[str, float]:

@@ -159,6 +159,8 @@ def read_gaps(path: str | Path) -> GapEvents:
                 event = _event(line)
                 events += [event] if event else []
                 damaged += event is None and bool(line.strip())
+    if damaged and not events:
+        raise InputError(f"{log}: no log of gaps: none of its {damaged:,} lines is an event")
     return GapEvents(tuple(events), damaged, tuple(files))
 
 

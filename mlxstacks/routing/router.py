@@ -362,8 +362,8 @@ def load_prompt_router(
         if store.manifest.router is None:
             if store.manifest.holds_blocks:
                 raise InputError(
-                    f"{store.path}: has no router; export all domains, or answer with --ungated or "
-                    "--pin DOMAIN"
+                    f"{store.path}: has no router; `mlxstacks psn blocks` trains one with its "
+                    "blocks. --ungated and --pin DOMAIN answer without"
                 )
             discover = command_line("mlxstacks route discover", store.path)
             train = command_line("mlxstacks route train", store.path)

@@ -43,7 +43,7 @@ from mlxstacks.routing.generation import PREFILL_TOKENS, Prompt, encode_prompt, 
 from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router, pinned
 from mlxstacks.routing.schemas import SchemaMask, Schemas
 from mlxstacks.routing.settings import ServeSettings
-from mlxstacks.serve.naming import BASE, ROUTED, UNGATED, UnknownModelError, parse_model
+from mlxstacks.serve.naming import BASE, RESERVED, ROUTED, UNGATED, UnknownModelError, parse_model
 from mlxstacks.serve.pool import Held, StackPool
 from mlxstacks.serve.prefix_files import PrefixFiles
 from mlxstacks.serve.requests import (
@@ -198,7 +198,9 @@ class Engine:
         )  # fmt: skip
         self._forward = RoutedRows(base.model, self._pool)
         for path in settings.adapter_path:
-            self._pool.add_adapter(path, base.checkpoint, settings.peft_layout, settings.allow_base)
+            self._pool.add_adapter(
+                path, base.checkpoint, settings.peft_layout, settings.allow_base, self.base_name
+            )
         self._pool.join_adapters()
         self._machine = base_model.text_machine(base.tokenizer)
         self._ends = sorted(base.tokenizer.eos_token_ids)
@@ -243,7 +245,14 @@ class Engine:
         if store is not None and (store.manifest.router or self._settings.router_path):
             modes.append(ROUTED)
         self._modes = modes
-        self.models = (self.base_name, *self._pool.names, *modes)
+        taken = {self.base_name, *RESERVED}
+        hidden = [name for name in self._pool.names if name in taken]
+        for name in hidden:
+            note = f"The domain {name} is called like the base or a mode; ask for {BASE}+{name}."
+            if note not in self.notes:
+                self.notes.append(note)
+        shown = (f"{BASE}+{name}" if name in hidden else name for name in self._pool.names)
+        self.models = (self.base_name, *shown, *modes)
 
     def _serve(self) -> None:
         while True:

@@ -168,9 +168,15 @@ class StackPool:
         return sum(packed.nbytes for packed in self._sets if packed.leases)
 
     def add_adapter(
-        self, path: str, checkpoint: Checkpoint, layout: PeftLayout | None, allow_base: bool
+        self,
+        path: str,
+        checkpoint: Checkpoint,
+        layout: PeftLayout | None,
+        allow_base: bool,
+        base_name: str = "base",
     ) -> str:
-        """Take an adapter into memory for good; returns its name, that of its directory.
+        """Take an adapter into memory for good; returns its name, that of its directory. base_name:
+        what else requests call the base.
 
         Raises: InputError: the name is taken or none; AdapterError: as `match_adapter`, or modules
             that no stack can sit on; ResourceLimitError: it does not fit the budget.
@@ -186,6 +192,7 @@ class StackPool:
         taken = {
             **dict.fromkeys(self.names, "a domain of the store"),
             **dict.fromkeys(self.adapters, "another adapter"),
+            base_name: "the base",
             **dict.fromkeys(RESERVED, "a mode"),
         }
         if name in taken:

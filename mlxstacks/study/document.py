@@ -176,16 +176,19 @@ class Table(_Part):
         return self
 
 
+def _holds(low: Any, value: Any, high: Any) -> bool:
+    """Whether an interval has the value in it, but for rounding."""
+    return bool(low - _ROUNDING * abs(low) <= value <= high + _ROUNDING * abs(high))
+
+
 def _is_impossible(column: Column, cell: Cell) -> bool:
     """An interval without its estimate inside, a p beyond 0 to 1, a part of a count; rounding is
     none of these.
     """
     values = cell if isinstance(cell, tuple) else (cell,)
     numbers = [value for value in values if isinstance(value, int | float)]
-    if isinstance(cell, tuple):
-        low, high = cell[-2:]
-        if not low - _ROUNDING * abs(low) <= cell[0] <= high + _ROUNDING * abs(high):
-            return True
+    if isinstance(cell, tuple) and not _holds(cell[-2], cell[0], cell[-1]):
+        return True
     if column.kind == "p":
         return not all(-_ROUNDING <= number <= 1 + _ROUNDING for number in numbers)
     is_whole = column.kind == "count" and not column.digits
@@ -268,6 +271,10 @@ class Plot(_Part):
             ends = {len(series.low or series.y), len(series.high or series.y)}
             if {len(series.y), *ends} != {count}:
                 raise ValueError(f"plot {self.id}: series {series.label} has not {count} values")
+            for y, low, high in zip(series.y, series.low, series.high, strict=False):
+                if None not in (y, low, high) and not _holds(low, y, high):
+                    where = f"plot {self.id}: series {series.label}"
+                    raise ValueError(f"{where}: {y} is outside of {low} to {high}")
         return self
 
 

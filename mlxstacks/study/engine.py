@@ -63,7 +63,7 @@ from mlxstacks.study.run_directory import (
 from mlxstacks.study.write import environment, write_result
 
 STEPS, SETTINGS, SOURCE = "steps.json", "settings.json", "source.json"
-_CHANGED_CODE = "the study's code was changed after its first step; resume=False runs all of it"
+_CHANGED_CODE = "the study's code was changed after its first step; force=True runs all of it again"
 # What comes from other processes, until it is whole; and how much is sent at once.
 _ARRIVED, _PIECE = ".arrived", 1 << 26
 
@@ -253,12 +253,15 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
             _keep_plan(work, planned, study.provenance)
         _check_plans(planned)
         _share(work, study)
+        names, outputs = set[str](), set[str]()
         for step in study.steps(work):
             if isinstance(step, Step):
+                _check_new(step, names, outputs)
                 run_step(step, work, planned.plan_sha256)
             else:
                 _run_dealt(step, work, study, planned.plan_sha256)
             _note_source(work, study)
+        _check_patterns(work, study)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
         versions = {**result.environment.versions, **_source(study)}
@@ -485,6 +488,29 @@ def _code_of(value: Any) -> object:
     return value if isinstance(value, str | int | float | tuple) else ""
 
 
+def _check_new(step: Step, names: set[str], outputs: set[str]) -> None:
+    """Raises: InputError: an earlier step has its name, or one of its outputs."""
+    if not step.outputs:
+        return
+    if step.name in names or outputs & {*step.outputs}:
+        twice = ", ".join(sorted(outputs & {*step.outputs}))
+        what = f"are called {step.name!r}" if step.name in names else f"leave {twice}"
+        raise InputError(f"two steps {what}; give each names of its own")
+    names.add(step.name)
+    outputs.update(step.outputs)
+
+
+def _check_patterns(work: Path, study: Study) -> None:
+    """Raises: InputError: an own study names what no step left, and would lose what it meant."""
+    if isinstance(study, OwnStudy):
+        for of in ("artifacts", "provenance"):
+            for pattern in getattr(study, of):
+                if not _found(work, [pattern]):
+                    raise InputError(
+                        f"{of}: no step left a {pattern}; nothing is lost, it lies in {work}"
+                    )
+
+
 def _note_source(work: Path, study: Study) -> list[dict[str, str]]:
     """The code that steps in this work directory were run with, the present one last."""
     path, known = work / SOURCE, list[dict[str, str]]()
@@ -515,11 +541,11 @@ def _read_finished(study: Study) -> Result | None:
     result, planned = Result.open(target), study.planned()
     plan = json.loads(json.dumps(planned.plan))  # as it would be read back: lists for tuples
     if (result.kind, result.plan) == (planned.kind, plan):
-        now, then = _source(study), result.environment.versions
-        if all(then.get(name, digest) == digest for name, digest in now.items()):
+        now = _source(study)
+        if {*now.values()} <= {*result.environment.versions.values()}:
             return result
         changed = ", ".join(now)
-        note = f"{changed} was changed since; this is as it was. force=True runs it again."
+        note = f"{changed} is not the code that made this. force=True runs it again."
         return result.model_copy(update={"notes": (*result.notes, note)})
     differing = what_differs(
         {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(plan or {})}

@@ -473,9 +473,11 @@ def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint
     routed = shutil.copytree(path, tmp_path / "routed")
-    for taken, owner in (path, "another adapter"), (str(routed), "a mode"):
+    like_base = shutil.copytree(path, tmp_path / "nano")
+    owners = {path: "another adapter", str(routed): "a mode", str(like_base): "the base"}
+    for taken, owner in owners.items():
         with pytest.raises(InputError, match=f"{owner} is called"):
-            nano.pool.add_adapter(taken, checkpoint, None, False)
+            nano.pool.add_adapter(taken, checkpoint, None, False, "nano")
     strange = Path(shutil.copytree(path, tmp_path / "a b"))
     with pytest.raises(InputError, match="rename it"):
         nano.pool.add_adapter(str(strange), checkpoint, None, False)

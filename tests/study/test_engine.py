@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -349,4 +350,37 @@ def test_code_that_was_changed_between_steps_makes_a_result_exploratory(
     assert again.standing.status == "confirmatory"
     assert len(run_study(study(tmp_path / "edited")).notes) == 1
     monkeypatch.setattr(Quick, "conclude", lambda self, work: None)
-    assert "code of Quick was changed since" in run_study(study(tmp_path / "edited")).notes[-1]
+    assert (
+        "code of Quick is not the code that made this"
+        in run_study(study(tmp_path / "edited")).notes[-1]
+    )
+
+
+@pytest.mark.parametrize("of", ["artifacts", "provenance"])
+def test_a_pattern_that_names_nothing_loses_nothing(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Quick, of, ("fair.json", "laoded.json"))
+    with pytest.raises(InputError, match=rf"^{of}: no step left a laoded\.json; nothing is lost"):
+        run_study(study(tmp_path))
+    assert (tmp_path / ".coin.work" / "loaded.json").is_file()
+
+
+def _leave(file: str, directory: Path) -> None:
+    (directory / file).write_text("1")
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [(("fair", "b.json"), "are called 'fair'"), (("b", "fair.json"), "leave fair.json")],
+)
+def test_steps_have_names_and_outputs_of_their_own(
+    second: tuple[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(self: Any, work: Path) -> Any:
+        for name, file in (("fair", "fair.json"), second):
+            yield Step(name, partial(_leave, file), outputs=(file,))
+
+    monkeypatch.setattr(Quick, "steps", steps)
+    with pytest.raises(InputError, match=f"two steps {words}"):
+        run_study(study(tmp_path))

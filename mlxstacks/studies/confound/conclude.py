@@ -1,7 +1,6 @@
 """The conclusion of a confound run, a pure function of the files that it left."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,9 @@ ABOUT = {
 PROTOCOL, SPLIT = "protocol.json", "split.json"
 ANSWERS, DATA, FUSE = "answers", "data", "fuse"
 DATA_SHUFFLED = f"{DATA}-shuffled"
+
+
+_OF_ONE = "for A1 against zeros alone; knowledge asks for more"
 
 
 def rows_sha256(work: Path) -> dict[str, str]:
@@ -87,7 +89,7 @@ def concluded(
         **ABOUT, status="done", outcome=headline(findings, findings.judgements[0]),
         verdict=verdict(findings),
         standing=document.Standing(status=reached.status, reasons=reached.reasons),
-        plan=plan.as_json(), plan_sha256=plan.sha256, power=_power(plan, findings),
+        plan=plan.as_json(), plan_sha256=plan.sha256, power=(*plan.power_lines(), _OF_ONE),
         data={
             "planned_arms": list(arms_of(settings)), "mined": split, "fuses": fuses,
             "matching": matching, **findings.as_json(),
@@ -97,17 +99,6 @@ def concluded(
         blocks=blocks(findings, fuses, split, settings, matching, identity, moves),
     )  # fmt: skip
     return result, findings
-
-
-def _power(plan: Plan, findings: Findings) -> tuple[str, ...]:
-    """With the share of pairs that A1 and A0 answer differently, where there are any."""
-    claim = next(iter(findings.claims.values()))
-    differ = (claim.mcnemar.gained + claim.mcnemar.lost) / claim.n
-    source = "planned"
-    if 0 < differ < 1:
-        plan, source = replace(plan, expected_discordant=differ), "observed"
-    more = f"for A1 against zeros alone, pairs that differ as {source}; knowledge asks for more"
-    return (*plan.power_lines(), more)
 
 
 def conclude_again(result: Result, directory: Path) -> Result:
