@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from mlxstacks.data.in_memory import holds_rows, write_rows
-from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError, TargetError
+from mlxstacks.errors import InputError, Interrupted, OtherRunError, StoreError, TargetExistsError
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.outputs import check_target
 from mlxstacks.keywords import (
@@ -268,9 +268,9 @@ def _command(
             return Result.open(resolved.target)
         try:
             return _called(name, resolved, progress, dry_run, recipe is not None)
-        except TargetError as error:
+        except TargetExistsError as error:
             place = resolved.target
-            if place and "exists;" in str(error) and (place / RESULT).is_file():
+            if place and (place / RESULT).is_file():
                 there = str(values.get("save_path", place))
                 error.args = (f"{error}; ms.Result.open({there!r}) reads what is there",)
             raise

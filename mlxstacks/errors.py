@@ -47,6 +47,10 @@ class TargetError(InputError):
     """The output cannot be written: it exists, is locked, is read-only or does not fit."""
 
 
+class TargetExistsError(TargetError):
+    """Something is there, and `force` would replace it."""
+
+
 class OtherRunError(InputError):
     """Next to the target lies unfinished work of other settings; `resume` off removes it."""
 

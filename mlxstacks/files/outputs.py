@@ -34,7 +34,7 @@ from typing import Any
 
 import filelock
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError, TargetError, TargetExistsError
 from mlxstacks.files.disk import (
     c_function,
     cache_directory,
@@ -218,7 +218,7 @@ def check_target(
                 if not force:
                     others = (f"{target}-{number}" for number in itertools.count(2))
                     free = next(other for other in others if not os.path.lexists(other))
-                    raise TargetError(
+                    raise TargetExistsError(
                         f"{resolved}: exists; choose another target with --save-path ({free} is "
                         "free), or --force to replace it"
                     )

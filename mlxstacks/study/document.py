@@ -100,8 +100,8 @@ class _Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain_values(cls, fields: Any) -> Any:
-        return _plain(fields)
+    def _plain_values(cls, fields: Any, info: ValidationInfo) -> Any:
+        return fields if info.mode == "json" else _plain(fields)
 
 
 class Column(_Part):

@@ -475,17 +475,23 @@ def _source(study: Study) -> dict[str, str]:
     digest = sha256()
     for base in kind.__mro__[: kind.__mro__.index(OwnStudy)]:
         for name, value in sorted(vars(base).items()):
-            digest.update(f"{name} {_code_of(value)}".encode())
+            if name[:2] != "__" or inspect.isfunction(value):  # not its line, nor its module
+                digest.update(f"{name} {_code_of(value)}".encode())
     return {f"code of {kind.__name__}": digest.hexdigest()[:16]}
 
 
+_CONSTANTS = (str, bytes, int, float, tuple, list, dict)
+
+
 def _code_of(value: Any) -> object:
-    """What a function does; of a constant its text."""
-    if inspect.isfunction(value):
-        value = value.__code__
+    """What a function does, and a constant is, the same in every process."""
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    value = getattr(value, "__code__", value)
     if inspect.iscode(value):
         return value.co_code, value.co_names, [*map(_code_of, value.co_consts)]
-    return value if isinstance(value, str | int | float | tuple) else ""
+    if isinstance(value, frozenset | set):
+        return sorted(map(repr, value))
+    return repr(value) if isinstance(value, _CONSTANTS) else ""
 
 
 def _check_new(step: Step, names: set[str], outputs: set[str]) -> None:

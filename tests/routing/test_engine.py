@@ -12,7 +12,9 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.settings import StacksSwitchSettings
 from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import disable_domain
 from mlxstacks.layers.selection import routed
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import set_mode
@@ -132,6 +134,13 @@ def test_stack_that_cannot_be_read_is_no_answer_of_the_others(tmp_path: Path) ->
         with pytest.raises(StoreError, match=f"{path}: missing"):
             ask(engine, "seven apples", pinned(domains))
     assert ask(engine, "seven apples", pinned(["islands"]))[1].weights == {"islands": 1.0}
+
+
+def test_a_domain_that_is_there_and_cannot_answer_is_told(tmp_path: Path) -> None:
+    places = write_places(tmp_path)
+    disable_domain(StacksSwitchSettings(store_path=str(places.store), domain="tolu"))
+    with pytest.raises(InputError, match="domain tolu has been disabled; those that answer: "):
+        engine_for(places).check_domains(["tolu"])
 
 
 def test_answer_counts_what_it_took(places: Places) -> None:

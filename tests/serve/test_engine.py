@@ -469,6 +469,23 @@ def test_beginnings_outlive_the_process_whole_or_not_at_all(tmp_path: Path) -> N
     assert ask("adapter")[0] == 0
 
 
+def test_a_domain_called_like_the_base_is_named_as_it_is_reached(tmp_path: Path) -> None:
+    shutil.copytree(nano_paths().model_path, tmp_path / "islands")
+    engine = Engine(nano_settings(model=str(tmp_path / "islands")))
+    engine.start()
+    try:
+        assert engine.models[0] == "islands"
+        assert "base+islands" in engine.models[1:]
+        assert "islands" not in engine.models[1:]
+        assert any("ask for base+islands" in note for note in engine.notes)
+        base, domain = (Asked(engine, n, KING).read() for n in ("islands", "base+islands"))
+    finally:
+        engine.stop()
+    assert base.begun is not None
+    assert domain.begun is not None
+    assert (base.begun.weights, [*domain.begun.weights]) == ({}, ["islands"])
+
+
 def test_adapter_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     nano = open_nano()
     path, checkpoint = str(nano_paths().adapter_path), nano.base.checkpoint

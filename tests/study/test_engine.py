@@ -384,3 +384,20 @@ def test_steps_have_names_and_outputs_of_their_own(
     monkeypatch.setattr(Quick, "steps", steps)
     with pytest.raises(InputError, match=f"two steps {words}"):
         run_study(study(tmp_path))
+
+
+def test_code_is_told_by_what_it_does_not_by_where_it_stands() -> None:
+    def digest(code: str, lines: int = 0) -> str:
+        names = {"Quick": Quick, "__name__": "__main__"}
+        exec(compile("\n" * lines + f"class Own(Quick):\n {code}", "<cell>", "exec"), names)
+        [value] = engine._source(names["Own"](None)).values()  # type: ignore[operator]
+        return value
+
+    codes = ["limit = 1", "limit = 2", "limit = {'a': 1}", "limit = {1, 2}", "limit = {1, 3}"]
+    codes += [
+        f"{way}\n def f(x): return x {test} {values}"
+        for way, test in (("@staticmethod", "in"), ("@property", "not in"))
+        for values in ("{'a', 'b'}", "{'a', 'c'}")
+    ]
+    assert len({*map(digest, codes)}) == len(codes)
+    assert digest("limit = 1") == digest("limit = 1", lines=5)
