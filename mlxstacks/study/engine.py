@@ -18,17 +18,15 @@ and answers to items (answer_log.py). What one has done, all are sent, so that a
 end, and the first one writes it. One that dies leaves the work of the others.
 """
 
-import inspect
 import json
 import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from difflib import get_close_matches
-from hashlib import sha256
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
@@ -48,6 +46,7 @@ from mlxstacks.processes import (
     wait_for_all,
 )
 from mlxstacks.settings import Settings
+from mlxstacks.study.code import code_digests
 from mlxstacks.study.document import RESULT, Standing, problem_of
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
@@ -257,6 +256,8 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         for step in study.steps(work):
             if isinstance(step, Step):
                 _check_new(step, names, outputs)
+                if progress and isinstance(study, OwnStudy):
+                    progress(0, 1, step.name)
                 run_step(step, work, planned.plan_sha256)
             else:
                 _run_dealt(step, work, study, planned.plan_sha256)
@@ -264,6 +265,8 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         _check_patterns(work, study)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
+        if isinstance(study, OwnStudy):
+            _check_kept(work)
         versions = {**result.environment.versions, **_source(study)}
         about = result.environment.model_copy(update={"versions": versions})
         result = result.model_copy(update={"environment": about})
@@ -428,6 +431,7 @@ def main(
     was interrupted.
     """
     from mlxstacks.study.render.console import result_text, write
+    from mlxstacks.study.render.progress import ProgressBar
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] in (["-h"], ["--help"]):
@@ -440,7 +444,8 @@ def main(
         values = {key: _parsed(key, value) for key, _, value in pairs} | {"save_path": words[0]}
         given = study(settings(**values))
         if (result := _read_finished(given)) is None:
-            result = run_study(given)
+            with ProgressBar(given.kind) as bar:
+                result = run_study(given, progress=bar)
         else:
             write(f"Already done with these settings: {result.directory}; force=True runs it again")
     except KeyboardInterrupt:
@@ -465,33 +470,9 @@ def _parsed(key: str, text: str) -> Any:
 
 
 def _source(study: Study) -> dict[str, str]:
-    """File of a study of one's own -> its digest; of a notebook, the class -> that of its code."""
     if not isinstance(study, OwnStudy):
         return {}
-    kind = type(study)
-    with suppress(OSError, TypeError):
-        path = Path(inspect.getfile(kind))
-        return {path.name: file_sha256(path)[:16]}
-    digest = sha256()
-    for base in kind.__mro__[: kind.__mro__.index(OwnStudy)]:
-        for name, value in sorted(vars(base).items()):
-            if name[:2] != "__" or inspect.isfunction(value):  # not its line, nor its module
-                digest.update(f"{name} {_code_of(value)}".encode())
-    return {f"code of {kind.__name__}": digest.hexdigest()[:16]}
-
-
-_CONSTANTS = (str, bytes, int, float, tuple, list, dict)
-
-
-def _code_of(value: Any) -> object:
-    """What a function does, and a constant is, the same in every process."""
-    value = getattr(value, "__func__", getattr(value, "fget", value))
-    value = getattr(value, "__code__", value)
-    if inspect.iscode(value):
-        return value.co_code, value.co_names, [*map(_code_of, value.co_consts)]
-    if isinstance(value, frozenset | set):
-        return sorted(map(repr, value))
-    return repr(value) if isinstance(value, _CONSTANTS) else ""
+    return code_digests(type(study), OwnStudy)
 
 
 def _check_new(step: Step, names: set[str], outputs: set[str]) -> None:
@@ -515,6 +496,17 @@ def _check_patterns(work: Path, study: Study) -> None:
                     raise InputError(
                         f"{of}: no step left a {pattern}; nothing is lost, it lies in {work}"
                     )
+
+
+def _check_kept(work: Path) -> None:
+    """Raises: InputError: a later step, or `conclude`, wrote over what a step left."""
+    for step, written in _record(work).items():
+        for name, digest in written["sha256"].items():
+            if not (work / name).is_file() or file_sha256(work / name) != digest:
+                raise InputError(
+                    f"{work / name}: what step {step!r} left there was changed by a later step, or "
+                    "by conclude; write to another name"
+                )
 
 
 def _note_source(work: Path, study: Study) -> list[dict[str, str]]:
@@ -601,10 +593,7 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     if not step.outputs:
         step.run(work)
         return
-    try:
-        record = read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
-    except ValueError as error:
-        raise InputError(f"{work / STEPS}: damaged ({error}); --no-resume begins again") from None
+    record = _record(work)
     if (written := record.get(step.name)) is not None:
         digests = {
             name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()
@@ -630,7 +619,16 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     _note_step(step, work, plan_sha256)
 
 
+def _record(work: Path) -> dict[str, Any]:
+    """What STEPS says. Raises: InputError: it is damaged."""
+    try:
+        return read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
+    except ValueError as error:
+        raise InputError(f"{work / STEPS}: damaged ({error}); --no-resume begins again") from None
+
+
 def _note_step(step: Step, work: Path, plan_sha256: str | None) -> None:
-    record = read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
     digests = {name: file_sha256(work / name) for name in step.outputs}
-    write_json(work / STEPS, {**record, step.name: {"plan_sha256": plan_sha256, "sha256": digests}})
+    write_json(
+        work / STEPS, {**_record(work), step.name: {"plan_sha256": plan_sha256, "sha256": digests}}
+    )

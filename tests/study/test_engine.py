@@ -3,6 +3,7 @@
 Run: pytest tests/study/test_engine.py
 """
 
+import importlib
 import importlib.util
 import json
 import math
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +24,8 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study import engine
-from mlxstacks.study.engine import Step, main, run_step, run_study
+from mlxstacks.study.code import code_digests
+from mlxstacks.study.engine import OwnStudy, Step, main, run_step, run_study
 from mlxstacks.study.result import Result
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "coin_study.py"
@@ -330,6 +333,12 @@ def test_what_a_study_of_ones_own_says_wrongly_is_one_line(tmp_path: Path) -> No
         run_study(Endless(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
 
 
+def _as_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what says that its module is `__main__` count as of a notebook."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(Quick, "__module__", "__main__")
+
+
 def test_code_that_was_changed_between_steps_makes_a_result_exploratory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,10 +347,7 @@ def test_code_that_was_changed_between_steps_makes_a_result_exploratory(
     assert run_study(study(tmp_path)).standing.status == "confirmatory"
     (tmp_path / "edited").mkdir()
 
-    def no_file(*_: Any) -> str:
-        raise TypeError
-
-    monkeypatch.setattr(engine.inspect, "getfile", no_file)
+    _as_cells(monkeypatch)
     _stop_before_the_end(tmp_path / "edited", monkeypatch)  # by an edited `conclude`
     edited = run_study(study(tmp_path / "edited"))
     assert edited.standing.status == "exploratory"
@@ -386,18 +392,64 @@ def test_steps_have_names_and_outputs_of_their_own(
         run_study(study(tmp_path))
 
 
-def test_code_is_told_by_what_it_does_not_by_where_it_stands() -> None:
-    def digest(code: str, lines: int = 0) -> str:
-        names = {"Quick": Quick, "__name__": "__main__"}
-        exec(compile("\n" * lines + f"class Own(Quick):\n {code}", "<cell>", "exec"), names)
-        [value] = engine._source(names["Own"](None)).values()  # type: ignore[operator]
-        return value
+def _cells(code: str, lines: int = 0) -> str:
+    """Digest of a study in cells."""
+    names = {"Quick": Quick, "__name__": "__main__"}
+    exec(compile("\n" * lines + code, "<cell>", "exec"), names)
+    return code_digests(names["Own"], OwnStudy)["code of Own"]  # type: ignore[arg-type]
 
+
+def test_code_is_told_by_what_it_does_not_by_where_it_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _as_cells(monkeypatch)
     codes = ["limit = 1", "limit = 2", "limit = {'a': 1}", "limit = {1, 2}", "limit = {1, 3}"]
     codes += [
         f"{way}\n def f(x): return x {test} {values}"
         for way, test in (("@staticmethod", "in"), ("@property", "not in"))
         for values in ("{'a', 'b'}", "{'a', 'c'}")
     ]
-    assert len({*map(digest, codes)}) == len(codes)
-    assert digest("limit = 1") == digest("limit = 1", lines=5)
+    codes = [f"class Own(Quick):\n {code}" for code in codes]
+    codes += [
+        f"{helper}\nclass Own(Quick):\n def steps(self, work): return [x for x in helper(work)]"
+        for helper in (
+            "def helper(x): return x", "def helper(x): return -x", "class helper: limit = 1",
+            "class helper: limit = 2", "A = 1\ndef helper(x): return A",
+            "A = {'a': [1, 2]}\ndef helper(x): return A",
+            "A = {'a': [1, 3]}\ndef helper(x): return A",
+        )
+    ]  # fmt: skip
+    assert len({*map(_cells, codes)}) == len(codes)
+    assert _cells(codes[0]) == _cells(codes[0], lines=5)
+    assert _cells(codes[0]) == _cells(f"other = 1\ndef unused(): pass\n{codes[0]}")
+
+
+def test_files_that_a_study_imports_belong_to_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But what is installed does not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "own_inner.py").write_text("import own_study, numpy\nLIMIT = 1\n")
+    (tmp_path / "own_helper.py").write_text("from parts import own_inner\ndef f(): pass\n")
+    (tmp_path / "own_study.py").write_text(
+        "import json\nfrom own_helper import f\nfrom mlxstacks.study.engine import OwnStudy\n"
+        "class Own(OwnStudy): pass\n"
+    )
+    kind = importlib.import_module("own_study").Own
+    before = code_digests(kind, OwnStudy)
+    assert before.keys() == {"own_study.py", "own_helper.py", "parts/own_inner.py"}
+    (tmp_path / "parts" / "own_inner.py").write_text("LIMIT = 2\n")
+    after = code_digests(kind, OwnStudy)
+    assert {name for name in before if before[name] != after[name]} == {"parts/own_inner.py"}
+
+
+def test_what_a_step_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def conclude(self: Any, work: Path) -> Result:
+        (work / "fair.json").write_text("[]")
+        return self.result(outcome="none", verdict="Nothing.")
+
+    monkeypatch.setattr(Quick, "conclude", conclude)
+    with pytest.raises(InputError, match=r"fair\.json: what step 'fair' left there was changed"):
+        run_study(study(tmp_path))
+    assert not (tmp_path / "coin").exists()

@@ -1,0 +1,104 @@
+"""The code of a study of one's own, so that a change of it between two steps is seen."""
+
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import mlxstacks
+from mlxstacks.study.integrity import file_sha256
+
+_CONSTANTS = (str, bytes, int, float, tuple, list, dict, set, frozenset)
+_INSTALLED = (Path(sysconfig.get_path("stdlib")), Path(mlxstacks.__file__).parent)
+
+
+def code_digests(kind: type, until: type) -> dict[str, str]:
+    """File -> the start of its SHA-256, of each file that the class is in or refers to; and
+    "code of CLASS" for what it is or refers to in the cells of a notebook.
+
+    Followed is what a module holds, and what a function in a cell names: modules, classes,
+    functions, but for installed ones, and a cell's constants. What is imported inside a function is
+    not seen.
+
+    until: the base of all studies, which is not part of this one.
+    """
+    home = Path(getattr(sys.modules[kind.__module__], "__file__", None) or ".").absolute().parent
+    files, cells, seen = dict[str, str](), set[str](), set[object]()
+
+    def follow(values: Iterable[Any]) -> None:
+        for value in values:
+            is_module = isinstance(value, ModuleType)
+            if not is_module and not isinstance(value, FunctionType | type):
+                continue
+            module = value if is_module else sys.modules.get(value.__module__)
+            if (file := getattr(module, "__file__", None)) is not None:
+                value, path = module, Path(file).absolute()
+                if value not in seen and path.is_file() and not _is_installed(path):
+                    seen.add(value)
+                    name = path.relative_to(home) if path.is_relative_to(home) else path.name
+                    files[str(name)] = file_sha256(path)[:16]
+                    follow(vars(module).values())
+            elif not is_module and value.__module__ == "__main__" and value not in seen:
+                seen.add(value)
+                follow_cell(value)
+
+    def follow_cell(value: type | FunctionType) -> None:
+        is_class = isinstance(value, type)
+        follow(getattr(value, "__bases__", ()))
+        for name, part in [*vars(value).items()] if is_class else [("", value)]:
+            function = _function(part)
+            if function is None and name[:2] == "__":  # its line, its module
+                continue
+            cells.add(f"{value.__qualname__} {name} {_code_of(part)}")
+            held = function.__globals__ if function else {}
+            used = {name: held[name] for name in _names(function) if name in held}
+            cells.update(
+                f"{n} = {_code_of(v)}" for n, v in used.items() if isinstance(v, _CONSTANTS)
+            )
+            follow(used.values())
+
+    follow(kind.__mro__[: kind.__mro__.index(until)])
+    if cells:
+        files[f"code of {kind.__name__}"] = sha256("\n".join(sorted(cells)).encode()).hexdigest()[
+            :16
+        ]
+    return files
+
+
+def _is_installed(path: Path) -> bool:
+    return any(map(path.is_relative_to, _INSTALLED)) or bool(
+        {"site-packages", "dist-packages"} & {*path.parts}
+    )
+
+
+def _function(value: Any) -> FunctionType | None:
+    """What a method of any kind runs."""
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    return inspect.unwrap(value) if isinstance(value, FunctionType) else None
+
+
+def _names(function: FunctionType | None) -> set[str]:
+    names, waiting = set[str](), [function.__code__] if function else []
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
+    return names
+
+
+def _code_of(value: Any) -> object:
+    """What a function does, and a constant is, the same in every process."""
+    value = getattr(_function(value), "__code__", value)
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, [*map(_code_of, value.co_consts)]
+    if isinstance(value, frozenset | set):
+        return sorted(map(repr, value))
+    if isinstance(value, tuple | list):
+        return [*map(_code_of, value)]
+    if isinstance(value, dict):
+        return [(key, _code_of(held)) for key, held in value.items()]
+    return repr(value) if isinstance(value, _CONSTANTS) else ""
