@@ -238,8 +238,9 @@ def _command(
                 "validation_rows: give the rows, as in data={'train': rows[5:], 'valid': rows[:5]}"
             )
         _check_paths(values)
-        if name in ("train", "align", "stack") and holds_rows(values.get("model")):
-            raise InputError(f"model: got rows; they go to data: ms.{name}(data=rows)")
+        for key in ("model", "rows"):
+            if name in ("train", "align", "stack") and holds_rows(values.get(key)):
+                raise InputError(f"{key}: got rows; they go to data: ms.{name}(data=rows)")
         _check_no_tables(values, name)
         domains = values.get("domains")
         for domain in domains if isinstance(domains, list | tuple) else [domains]:

@@ -22,6 +22,10 @@ class InputError(_InNotebooks, ValueError):
     """The input cannot be used: a file, a tensor, a key or an option (exit code 2)."""
 
 
+class SettingsError(InputError):
+    """Settings that are unknown, of another kind, or do not go together."""
+
+
 class CheckpointError(InputError):
     """A model directory or one of its files is missing, malformed or not supported."""
 

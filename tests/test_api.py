@@ -332,7 +332,7 @@ def test_what_cannot_be_used_is_named(call: Any, words: tuple[str, ...]) -> None
         ({"max_new_tokens": 2}, ("'max_new_tokens'", "'max_tokens'")),
         ({"top_p": 2}, ("top_p",)),
         ({"base": "float32"}, ("'base': it goes to ms.load",)),
-        ({"routed": True, "ungated": True}, ("routed, ungated",)),
+        ({"routed": True, "ungated": True}, ("routed=True, ungated=True",)),
         ({"pin": "iland"}, ("iland", "islands")),
     ],
 )
@@ -696,8 +696,8 @@ SMALL: dict[str, Any] = {"iters": 2, "rank": 1, "layers": "0", "keys": "down_pro
             ("adapter, not a model; give its base with model=..., and it with adapter_path=...",),
         ),
         (
-            lambda: untyped.train(data="rows.csv", save_path="x"),
-            ("data=pandas.read_csv('rows.csv')",),
+            lambda: untyped.train(data="rows.tsv", save_path="x"),
+            ("rows.tsv: .tsv is not read; allowed are .jsonl,",),
         ),
         (lambda: untyped.eval("model", data=PAIRS), ("tasks='items' takes nano's items",)),
         (
@@ -742,7 +742,7 @@ def test_a_refused_call_says_what_to_do_and_leaves_nothing(
     call: Any, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    (tmp_path / "rows.tsv").write_text("prompt\tcompletion\na\tb\n")
     (tmp_path / "nan.jsonl").write_text('{"prompt": "a", "completion": NaN}\n')
     with pytest.raises(InputError) as error:
         call()

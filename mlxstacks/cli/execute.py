@@ -72,7 +72,7 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     output.emit(result, common.as_json, render)
     can_resume = "resume" in type(resolved.settings).model_fields
     if common.dry_run and can_resume and (kept := what_is_kept(resolved)):
-        output.note(f"A run was stopped here: {kept}.")
+        output.note(f"An unfinished run is here: {kept}.")
     failure = getattr(result, "failure", None)
     if failure:  # the result is whole, and what it says is that something is broken
         output.note(f"Failed: {failure}")

@@ -19,6 +19,7 @@ options are the fields of a settings model:
 """
 
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,6 +29,7 @@ import click
 
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.output import setting
+from mlxstacks.errors import InputError, SettingsError
 from mlxstacks.recipe.file import recipe_names
 from mlxstacks.recipe.resolve import nested_key
 from mlxstacks.recipe.spellings import COMMANDS_ELSEWHERE, LETTERS, refusal, spellings
@@ -78,23 +80,34 @@ def make_command(name: str) -> "TableCommand":
     """The click command of a row of the table: its options are the fields of its settings."""
     row = command_named(name)
     settings_class = load(row.settings)
+    flags = {key: _flag(key, field) for key, field in settings_class.model_fields.items()}
 
     @click.pass_context
     def callback(ctx: click.Context, /, **values: Any) -> int:
         names = list(settings_class.model_fields)
         shared = {key: values[key] for key in ("as_json", "dry_run", "recipe", "sets", "verbosity")}
-        return execute(name, given(ctx, names), Common(**shared))
+        try:
+            return execute(name, given(ctx, names), Common(**shared))
+        except SettingsError as error:
+            message = str(error) if values["recipe"] else _with_options(str(error), flags)
+            raise InputError(message) from None
 
     recipe = row.nano_recipe
     on_nano = f"Without a model of your own, runs on nano with the settings of recipe {recipe}."
     return TableCommand(
         name,
         epilog=on_nano if recipe else None,
-        flags={key: _flag(key, field) for key, field in settings_class.model_fields.items()},
+        flags=flags,
         params=[*parameters(settings_class, row.arguments), *common_options(dry_run=row.dry_run)],
         callback=callback,
         help=row.help,
     )
+
+
+def _with_options(message: str, flags: Mapping[str, str]) -> str:
+    """`--top-p` for `top_p`; a plain word, as `pin`, only where it is what the line is about."""
+    keys = r"(?<!--set )(?<![\w.=-])[a-z]+_[a-z_]+\b(?![=.])|(?m:^)\w+(?=: got )"
+    return re.sub(keys, lambda match: flags.get(match[0], match[0]), message)
 
 
 class _Translating(click.Command):

@@ -27,8 +27,8 @@ class SourceSettings(Settings):
     path: str | None = Field(
         None,
         description="JSONL file, JSON array, parquet file, directory of parquet files, "
-        "directory written by datasets' save_to_disk, or .txt file, whose paragraphs make rows of "
-        "about 1,000 characters",
+        "directory written by datasets' save_to_disk, .csv file, or .txt file, whose paragraphs "
+        "make rows of about 1,000 characters",
     )
     dataset: str | None = Field(
         None, description="id of a Hugging Face data set, read from the cache"

@@ -6,6 +6,7 @@ Rows stream: of a source that is capped, no more is read, or downloaded, than th
 of a data set runs.
 """
 
+import csv
 import hashlib
 import os
 import re
@@ -26,10 +27,10 @@ from mlxstacks.errors import InputError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 # Read where they are named themselves: in a directory of data they may be notes.
-TEXT_SUFFIX = ".txt"
+NAMED_SUFFIXES = (".csv", ".txt")
 # Paragraphs of a text file make a row together until they are so long.
 TEXT_CHARACTERS = 1000
-_NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
+_NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
 KNOWN_SPLITS = ("train", "test", *VALIDATION_SPLITS, "eval")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -67,7 +68,9 @@ def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
         return data
     if not data:
         raise InputError("data is empty; give a file, a directory or the id of a data set")
-    is_file = data.lower().endswith((*SUFFIXES, TEXT_SUFFIX, *_NOT_READ)) or os.path.exists(data)
+    is_file = data.lower().endswith((*SUFFIXES, *NAMED_SUFFIXES, *_NOT_READ)) or os.path.exists(
+        data
+    )
     is_id = _HUB_ID.fullmatch(data) and not is_file
     source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
     return TrainDataSettings(sources=(source,))
@@ -157,13 +160,11 @@ def _local(source: SourceSettings, root: Path) -> OpenSource:
 
 def _not_read(path: Path) -> str:
     """Why a file of another kind is not read, and what to do."""
-    write = "datasets.load_dataset(...).to_json(FILE)"
-    if path.suffix.lower() == ".csv":
-        lines = f"{path.with_suffix('.jsonl')}', orient='records', lines=True"
-        read = f"pandas.read_csv('{path}')"
-        write = f"in Python give data={read}, or {read}.to_json('{lines})"
-    allowed = ", ".join((*SUFFIXES, TEXT_SUFFIX))
-    return f"{path}: {path.suffix} is not read; allowed are {allowed}: {write} writes one"
+    allowed = ", ".join((*SUFFIXES, *NAMED_SUFFIXES))
+    return (
+        f"{path}: {path.suffix} is not read; allowed are {allowed}: "
+        "datasets.load_dataset(...).to_json(FILE) writes one"
+    )
 
 
 def _path_of(source: SourceSettings, root: Path) -> Path:
@@ -228,27 +229,45 @@ def _file_rows(path: Path) -> arrow_sets.Rows:
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
         return arrow_sets.arrow_rows([path], str(path))
-    return _text_rows(path) if path.suffix == TEXT_SUFFIX else _json_rows(path)
+    if path.suffix in NAMED_SUFFIXES:
+        return _text_rows(path)
+    return _json_rows(path)
 
 
 def _text_rows(path: Path) -> arrow_sets.Rows:
-    """Whole paragraphs, which blank lines divide, TEXT_CHARACTERS and more of them a row."""
-    paragraphs: list[str] = []
-    first = 1
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(chain(lines, ("",)), 1):
-                text = "".join(paragraphs)
-                if line == "" or (not line.strip() and len(text) >= TEXT_CHARACTERS):
-                    if text.strip():
-                        yield f"{path}, line {first}", {"text": text.strip()}
-                    paragraphs, first = [], number + 1
-                else:
-                    paragraphs.append(line)
+        with path.open(encoding="utf-8-sig") as lines:
+            yield from (_csv_rows if path.suffix == ".csv" else _paragraphs)(path, lines)
+    except csv.Error as error:
+        raise InputError(f"{path}: not CSV: {error}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8: {error}") from None
+
+
+def _csv_rows(path: Path, lines: Iterable[str]) -> arrow_sets.Rows:
+    """The first line names the columns; a cell is text, an empty one is left out."""
+    reader = csv.DictReader(lines)
+    for row in reader:
+        place = f"{path}, line {reader.line_num}"
+        if None in row:
+            raise InputError(f"{place}: more cells than the {len(row) - 1} columns of line 1")
+        yield place, {name: cell for name, cell in row.items() if cell}
+
+
+def _paragraphs(path: Path, lines: Iterable[str]) -> arrow_sets.Rows:
+    """Whole paragraphs, which blank lines divide, TEXT_CHARACTERS and more of them a row."""
+    paragraphs: list[str] = []
+    first = 1
+    for number, line in enumerate(chain(lines, ("",)), 1):
+        text = "".join(paragraphs)
+        if line == "" or (not line.strip() and len(text) >= TEXT_CHARACTERS):
+            if text.strip():
+                yield f"{path}, line {first}", {"text": text.strip()}
+            paragraphs, first = [], number + 1
+        else:
+            paragraphs.append(line)
 
 
 def _json_rows(path: Path) -> arrow_sets.Rows:
@@ -283,8 +302,8 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
         where = f"{label}/{name}" if name else label
         message = f"{where}: holds no {', '.join(SUFFIXES)} file"
         others = {f.suffix.lower(): f for f in sorted(directory.rglob("*"), reverse=True)}
-        if text := others.get(TEXT_SUFFIX):
-            message += f"; text is read where it is named itself: {text}"
+        if file := next((others[suffix] for suffix in NAMED_SUFFIXES if suffix in others), None):
+            message += f"; {file.suffix} is read where it is named itself: {file}"
         elif unread := next((others[suffix] for suffix in _NOT_READ if suffix in others), None):
             message = _not_read(unread)
         raise InputError(message)

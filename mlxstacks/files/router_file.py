@@ -248,11 +248,11 @@ def check_router(header: RouterHeader, store: HasManifest) -> list[str]:
     for name in header.domains:
         if name not in served:
             why = "is disabled or has no stacks" if name in known else "is not in the store"
-            notes.append(f"the router knows {name}, which {why}: nothing is routed to it")
+            notes.append(f"The router knows {name}, which {why}: nothing is routed to it")
     unknown = [name for name in served if name not in header.domains]
     if unknown:
         notes.append(
-            f"the router does not know {', '.join(unknown)}: nothing is routed there before "
+            f"The router does not know {', '.join(unknown)}: nothing is routed there before "
             f"`{train}`"
         )
     return notes

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from mlxstacks.command_line import command_line
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError, SettingsError, TargetError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import PLACES, read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
@@ -181,7 +181,7 @@ def validate(
     places: key -> what a message about it begins with; under "" that of a fault of several keys.
     command: whose settings these are; other tools' names of them are then answered.
 
-    Raises: InputError, one line a problem, of many the first.
+    Raises: SettingsError, one line a problem, of many the first.
     """
     from pydantic import BaseModel, ValidationError
 
@@ -211,7 +211,7 @@ def validate(
         lines, more = list(dict.fromkeys(problems)), len({*problems}) - _MOST_PROBLEMS
         if more > 0:
             lines[_MOST_PROBLEMS:] = [f"and {more} more"]
-        raise InputError("\n".join(lines)) from None
+        raise SettingsError("\n".join(lines)) from None
 
 
 def _unusable(value: Any) -> str | None:

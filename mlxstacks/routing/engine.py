@@ -228,6 +228,7 @@ class RoutedModel:
             if name not in self.domains:
                 close = difflib.get_close_matches(name, self.domains, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = "; name each domain by itself" if "," in name else hint
                 known = ", ".join(self.domains) or "none"
                 record = self.store and self.store.manifest.domain_named(name)
                 if record:

@@ -339,7 +339,7 @@ class AnswerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
-        asked = [name for name in ("routed", "ungated", "pin") if getattr(self, name)]
+        asked = [f"--{name}" for name in ("routed", "ungated", "pin") if getattr(self, name)]
         if len(asked) > 1:
             raise ValueError(f"give only one of {', '.join(asked)}")
         if self.adapter_path and (self.store_path or self.wants_store):
@@ -350,7 +350,8 @@ class AnswerSettings(BaseSettings):
             )
         for name in ("router_path", "hard"):
             if getattr(self, name) and not (self.routed or self.compare):
-                raise ValueError(f"{name} is of no use without routed or compare")
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is of no use without --routed or --compare")
         return self
 
     @property

@@ -74,6 +74,8 @@ def _plain(value: Any, place: str = "") -> Any:
     """
     if isinstance(value, str | int | BaseModel | None):
         return value
+    if type(value).__name__ in ("NAType", "NaTType"):  # of pandas
+        return None
     if isinstance(value, float):
         if math.isinf(value):
             raise ValueError(f"{place}: {value} cannot be written to JSON; None is no value")

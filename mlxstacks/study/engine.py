@@ -220,7 +220,8 @@ def run_study(
         error.args = (_keywords_in(str(error)),)
         raise
     except ValidationError as error:
-        raise InputError(f"{study.kind}: {error.title}: {problem_of(error)}") from error
+        part = "" if error.title == "Result" else f"{error.title}: "
+        raise InputError(f"{study.kind}: {part}{problem_of(error)}") from error
 
 
 def _keywords_in(message: str) -> str:
@@ -441,6 +442,8 @@ def main(
     try:
         if not words or words[0][:1] == "-" or not all(equals for _, equals, _ in pairs):
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
+        if twice := {key for key, _, _ in pairs if [p[0] for p in pairs].count(key) > 1}:
+            raise InputError(f"given twice: {', '.join(sorted(twice))}")
         values = {key: _parsed(key, value) for key, _, value in pairs} | {"save_path": words[0]}
         given = study(settings(**values))
         if (result := _read_finished(given)) is None:

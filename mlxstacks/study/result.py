@@ -228,11 +228,11 @@ class Result(Document, metaclass=_OfPeople):
         files = check_provenance(directory, self.provenance)
         if files.other:
             reasons.append(_beginning(files.other))
-        if files.same and not files.other:
-            plural = "" if files.same == 1 else "s"
-            notes.append(f"Read again: {files.same:,} file{plural} behind it, as when it was made.")
         if files.missing:
             reasons.append(f"what it was made from is not next to it: {_beginning(files.missing)}")
+        if files.same and not reasons:
+            plural = "" if files.same == 1 else "s"
+            notes.append(f"Read again: {files.same:,} file{plural} behind it, as when it was made.")
         standing = self.standing
         if reasons:
             reasons = [*standing.reasons, *reasons]

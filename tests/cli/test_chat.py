@@ -110,16 +110,16 @@ def test_json_is_one_document_with_everything(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--routed", "--ungated"], 2, "only one of routed, ungated"),
+        (["--routed", "--ungated"], 2, "only one of --routed, --ungated"),
         (["--routed", "--pin", "tolu"], 2, "only one of"),
         (["--pin", "tol"], 2, "did you mean 'tolu'?"),
         (["--budget", "lots"], 2, "write 2000000000, 2GB"),
-        (["--hard"], 2, "of no use without routed"),
+        (["--hard"], 2, "--hard is of no use without --routed"),
         (["--model", "nowhere"], 2, "no such directory"),
         (["--store-path", "nowhere"], 2, "not there"),
         (["--temp", "-1"], 2, "temp: got -1"),
         (["--routed", "--router-path", "nowhere"], 2, "no router there"),
-        (["--adapter-path", "nowhere"], 2, "adapter_path goes with the base alone"),
+        (["--adapter-path", "nowhere"], 2, "--adapter-path goes with the base alone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

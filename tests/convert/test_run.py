@@ -138,7 +138,7 @@ def test_a_run_that_is_ended_leaves_the_target_as_it_was(
     ("options", "message"),
     [
         (["--module-bits", "x"], "PATTERN=N"),
-        (["--upcycle", "2", "--top-k", "3"], "top_k is 3, more than the 2 experts"),
+        (["--upcycle", "2", "--top-k", "3"], "--top-k is 3, more than the 2 experts"),
         (["--upcycle", "1"], "greater than or equal to 2"),
     ],
 )

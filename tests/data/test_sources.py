@@ -251,12 +251,24 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], mes
         DomainDataSettings.model_validate(settings)
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl.GZ"])
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.jsonl.GZ"])
 def test_a_format_that_is_not_read_says_which_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("prompt,completion\na,b\n")
     for path in (name, "."):
         with pytest.raises(InputError, match=r"not read; allowed are \.jsonl, .*, \.txt: "):
             open_source(SourceSettings(path=path), tmp_path)
     (tmp_path / name).rename(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"arrow file; text is read where it is named .*/a\.txt$"):
+    with pytest.raises(InputError, match=r"arrow file; \.txt is read where it is named .*/a\.txt$"):
         open_source(SourceSettings(path="."), tmp_path)
+
+
+def test_columns_of_csv_are_keys_of_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('\ufeffprompt,completion,system\n"a, ""b""\nc",d,\ne,f,g\n')
+    assert [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows] == [
+        (f"{file}, line 3", {"prompt": 'a, "b"\nc', "completion": "d"}),
+        (f"{file}, line 4", {"prompt": "e", "completion": "f", "system": "g"}),
+    ]
+    file.write_text("prompt,completion\na,b\nc,d,e\n")
+    with pytest.raises(InputError, match=r"rows\.csv, line 3: more cells than the 2 columns"):
+        [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows]

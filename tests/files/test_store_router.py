@@ -126,12 +126,12 @@ def test_notes_name_domains_that_only_one_side_has(store: Store) -> None:
     store.refresh()
     notes = check_router(head, store)
     assert [note.split(":")[0] for note in notes] == [
-        "the router knows chat, which is disabled or has no stacks",
-        "the router does not know math",
+        "The router knows chat, which is disabled or has no stacks",
+        "The router does not know math",
     ]
     enable_domain(settings)
     removed = remove(store, "code")
-    assert "the router knows code, which is not in the store" in " ".join(removed.notes)
+    assert "The router knows code, which is not in the store" in " ".join(removed.notes)
     assert Store.open(store.path).manifest.router is not None
 
 

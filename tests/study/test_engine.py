@@ -329,7 +329,7 @@ def test_what_a_study_of_ones_own_says_wrongly_is_one_line(tmp_path: Path) -> No
         def conclude(self, work: Path) -> Result:
             return self.result(data={"odds": {"loaded": math.inf}})
 
-    with pytest.raises(InputError, match=r"^coin: Result: data\.odds\.loaded: inf cannot be"):
+    with pytest.raises(InputError, match=r"^coin: data\.odds\.loaded: inf cannot be"):
         run_study(Endless(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
 
 

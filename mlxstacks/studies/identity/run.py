@@ -150,7 +150,8 @@ class _Identity(Study):
         parts = (ANSWERS, DATA, FUSE, *ADAPTERS, SPLIT, SUITE, RECIPE)
         self.artifacts = (*parts, MODELS) if settings.keep_models else parts
         # The split and the adapters of a quick look are not those of the whole run.
-        self.part = "" if settings.max_prompts is None else f".limit-{settings.max_prompts}"
+        part = "" if settings.max_prompts is None else f".limit-{settings.max_prompts}"
+        self.part = "" if str(settings.save_path).endswith(part) else part
         self._progress = progress
 
     # --- before the first answer ------------------------------------------------------------------

@@ -54,7 +54,8 @@ def print_result(console: "Console", result: "Document", in_python: bool = False
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
-        console.print(f"Verdict: {capital(result.verdict)}", markup=False, style="bold")
+        verdict = result.verdict.removeprefix("EXPLORATORY. ")  # it stands above, with its reasons
+        console.print(f"Verdict: {capital(verdict)}", markup=False, style="bold")
     for name, command in result.next_steps.items():
         # In one line however narrow the terminal is, to be pasted.
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)

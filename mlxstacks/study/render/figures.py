@@ -556,6 +556,8 @@ class _Shades:
         shades = ListedColormap([self.of(middle) for middle in middles])
         meaning = "orange: more, purple: less" if self.two_sided else "brighter: more"
         label, ticks = f"{unit} ({meaning})", edges[:: max(1, self.count // 3)]
+        if self.two_sided:
+            ticks = [low, low / 2, 0.0, high / 2, high]
         if self.yes_or_no:
             label, ticks = unit, middles
         mappable = ScalarMappable(BoundaryNorm(edges, self.count), shades)
