@@ -116,7 +116,7 @@ def test_the_published_settings_are_the_published_ones(command: str) -> None:
         ("identity", ["--set", "train.seed=5"], "train.seed is set by the experiment"),
         ("identity", ["--persona-requant", "keep"], "is none of the policies"),
         ("identity", ["--second-rank", "2"], "--second-rank and train.rank are both 2"),
-        ("identity", ["--set", "stress_iters=null"], "--stress-rank and --stress-iters go together"),
+        ("identity", ["--set", "stress_iters=null"], "--stress-rank and --stress-iters go"),
         ("identity", ["--least-of-persona", "5"], "the gate would tell nothing apart"),
         ("identity", ["--suite", "default", "--dry-run"], "give persona_card.name"),
         ("identity", ["--suite", "default", "--set", "persona_card.name=Q"],
