@@ -83,11 +83,13 @@ def short_judgement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def campaign(record_property: Callable[[str, object], None]) -> Callable[[int], range]:
-    """`campaign(2000)` is range(2000) in a soak and range(200) otherwise; the size is reported."""
+def campaign(record_property: Callable[[str, object], None]) -> Callable[..., range]:
+    """`campaign(2000)` is range(2000) in a soak and range(200) otherwise, or `usual` of them; the
+    size is reported.
+    """
 
-    def sized(total: int) -> range:
-        count = total if SOAK else max(1, total // 10)
+    def sized(total: int, usual: int = 0) -> range:
+        count = total if SOAK else usual or max(1, total // 10)
         record_property("campaign", f"{count} of {total}")
         return range(count)
 

@@ -4,48 +4,13 @@ Run: pytest tests/studies/confound/test_kill.py
 """
 
 import json
-import os
-import random
-import shutil
-import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.confound.run import run
-from mlxstacks.study.run_directory import work_path
+from tests.kills import kill_at_any_operation
 from tests.studies.confound_cases import TRAIN, settings_for, write_places
-from tests.warm import ended, start_command_line
-
-OPERATIONS = 4_000  # of a whole run, about
-
-
-def die_at(point: int, below: str) -> None:
-    """This process kills itself when it is about to open, rename or remove its `point`-th file
-    below a directory."""
-    left = point
-
-    def heard(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir"):
-            return
-        if event == "open" and isinstance(arguments[1], str) and "r" in arguments[1]:
-            return
-        if str(arguments[0]).startswith(below):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(heard)
-
-
-def start(recipe: Path, point: int, below: Path) -> int:
-    """Exit status of a run that dies before its operation `point`."""
-    status = ended(start_command_line(["run", str(recipe)], partial(die_at, point, str(below))))
-    assert status in (0, -signal.SIGKILL)
-    return status
 
 
 def results(target: Path) -> dict[str, Any]:
@@ -68,30 +33,17 @@ def results(target: Path) -> dict[str, Any]:
 
 
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
-    tmp_path: Path, campaign: Callable[[int], range]
+    tmp_path: Path, campaign: Callable[..., range]
 ) -> None:
     places = write_places(tmp_path / "inputs", items=24)
-    whole, killed = tmp_path / "a" / "whole", tmp_path / "b" / "killed"
-    for target in (whole, killed):
-        target.parent.mkdir()
+    target = tmp_path / "out" / "killed"
+    target.parent.mkdir()
     changes: dict[str, Any] = {"policies": ("promote",), "batch_size": 8, "train": {"iters": 4}}
-    run(settings_for(places, whole, **changes))
-    expected = results(whole)
-    settings = settings_for(places, killed, **changes)
+    settings = settings_for(places, target, **changes)
     keys = settings.model_dump(mode="json", exclude={"train", "force", "resume"})
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         json.dumps({"command": "confound", "train": TRAIN | changes["train"], **keys})
     )
-    chance, kills = random.Random(1), 0
-    for _ in campaign(20):
-        point = chance.randrange(1, OPERATIONS)
-        kills += start(recipe, point, killed.parent) == -signal.SIGKILL
-        if killed.exists():  # done before the kill, or all but clearing away: begin another
-            assert results(killed) == expected
-            shutil.rmtree(killed)
-            shutil.rmtree(work_path(killed), ignore_errors=True)
-    assert start(recipe, 0, killed.parent) == 0
-    assert results(killed) == expected
-    assert not work_path(killed).exists()
-    assert kills > 0
+    runs = campaign(100, usual=2)
+    assert kill_at_any_operation(recipe, target, runs, partial(results, target)) > 0

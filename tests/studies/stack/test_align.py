@@ -172,13 +172,13 @@ def test_stopped_anywhere_it_ends_with_the_same_store(
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_store(
-    own: Own, whole: Store, tmp_path: Path, campaign: Callable[[int], range]
+    own: Own, whole: Store, tmp_path: Path, campaign: Callable[..., range]
 ) -> None:
     align.run(own())
     store, out, chance, kills = tmp_path / "store", tmp_path / "out", random.Random(3), 0
     known = hashes(store)
     begun = True
-    for _ in campaign(20):
+    for _ in campaign(100, usual=2):
         if begun:
             shutil.rmtree(out)
             shutil.rmtree(store)

@@ -89,7 +89,7 @@ def signs_of_life(target: Path) -> tuple[Any, ...]:
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(
-    places: Places, whole: Store, tmp_path: Path, campaign: Callable[[int], range]
+    places: Places, whole: Store, tmp_path: Path, campaign: Callable[..., range]
 ) -> None:
     """kill -9, some time after the run has begun to write, until it was killed often enough. It
     saves and logs more often than the whole run, which is no other run.
@@ -98,7 +98,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     target, wanted, duration = tmp_path / "store", hashes(whole.path), 2.0
     settings, chance = settings_for(*places, target, **changes).model_dump_json(), random.Random(0)
     kills = 0
-    for _ in campaign(30):
+    for _ in campaign(100, usual=3):
         before = signs_of_life(target)
         process = start("stack", settings)
         while process.is_alive() and signs_of_life(target) == before:

@@ -78,7 +78,7 @@ def moment(store: Path) -> str:
 @pytest.mark.slow
 def test_nano_killed_at_random_moments_ends_with_the_same_bytes_and_losses(
     tmp_path: Path,
-    campaign: Callable[[int], range],
+    campaign: Callable[..., range],
     record_property: Callable[[str, object], None],
 ) -> None:
     """Each run is killed somewhere in the time that a whole one takes, its start included, and the
@@ -90,7 +90,7 @@ def test_nano_killed_at_random_moments_ends_with_the_same_bytes_and_losses(
     duration = time.monotonic() - began
     (killed := tmp_path / "killed").mkdir()
     store, chance = killed / "mlxstacks-out" / "stack", random.Random(5)
-    wanted, endings, moments = len(campaign(30)), 0, Counter[str]()
+    wanted, endings, moments = len(campaign(100, usual=3)), 0, Counter[str]()
 
     def same() -> bool:
         assert hashes(store) == hashes(known)

@@ -34,7 +34,7 @@ def kill(process: ForkServerProcess) -> bool:
 
 
 def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
-    tmp_path: Path, campaign: Callable[[int], range]
+    tmp_path: Path, campaign: Callable[..., range]
 ) -> None:
     """The first kill comes inside the second cell, the others at random. The sweep and its cells
     are forked from a process with its imports done (see warm.py).
@@ -60,7 +60,7 @@ def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
     assert {r.status for r in read_results(cells).values()} == {"trained", "started"}
 
     chance = random.Random(0)
-    for number in campaign(10):
+    for number in campaign(100, usual=1):
         process = start("sweep", settings.model_dump_json())
         time.sleep(chance.uniform(0, duration))
         kill(process)
