@@ -8,6 +8,7 @@ matched by RE2, all at once and in time linear in the name, whatever a stranger 
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,7 +126,7 @@ def parse_peft_config(config: Mapping[str, Any], problems: list[str]) -> PeftCon
     _refuse_features(config, problems)
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-        problems.append(f"target_parameters is {targets!r}, not a list of names")
+        problems.append(f"target_parameters is {targets!r:.200}, not a list of names")
         targets = []
     # of versions such as 0.19.1 or 0.19.2.dev0@a1b2
     release = re.match(r"(\d+)\.(\d+)\.(\d+)", str(config.get("peft_version")))
@@ -143,18 +144,18 @@ def parse_peft_config(config: Mapping[str, Any], problems: list[str]) -> PeftCon
 def _refuse_features(config: Mapping[str, Any], problems: list[str]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        problems.append(f"peft_type is {kind!r}; only LORA is read here")
+        problems.append(f"peft_type is {kind!r:.200}; only LORA is read here")
     problems += [
-        f"{key} is {config[key]!r}: {why}"
+        f"{key} is {config[key]!r:.200}: {why}"
         for key, why in _REFUSED_WHEN_SET.items()
         if config.get(key)
     ]
     if config.get("bias", "none") != "none":
-        problems.append(f"bias is {config['bias']!r}: trained biases are no LoRA; only 'none'")
+        problems.append(f"bias is {config['bias']!r:.200}: trained biases are no LoRA; only 'none'")
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         problems.append(
-            f"init_lora_weights is {init!r}: the adapter belongs to a changed base; save it with "
+            f"init_lora_weights is {init!r:.200}: the adapter belongs to a changed base; save it with "
             "PEFT's path_initial_model_for_weight_conversion"
         )
     name = str(config.get("base_model_name_or_path") or "").lower()
@@ -165,14 +166,14 @@ def _refuse_features(config: Mapping[str, Any], problems: list[str]) -> None:
 def _rank(value: object, key: str, problems: list[str]) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**20:
         return value
-    problems.append(f"{key} is {value!r}, not a positive whole number")
+    problems.append(f"{key} is {value!r:.200}, not a positive whole number")
     return 1
 
 
 def _alpha(value: object, key: str, problems: list[str]) -> float:
     if is_finite_number(value):
         return value
-    problems.append(f"{key} is {value!r}, not a finite number below 1e30")
+    problems.append(f"{key} is {value!r:.200}, not a finite number below 1e30")
     return 0.0
 
 
@@ -196,8 +197,9 @@ def _pattern_table(
             )
             continue
         try:
-            re.compile(_whole_name(pattern))  # flags and back references fit only alone
-        except (re.error, RecursionError, OverflowError) as error:
+            with warnings.catch_warnings(action="error", category=FutureWarning):
+                re.compile(_whole_name(pattern))  # flags and back references fit only alone
+        except (re.error, RecursionError, OverflowError, FutureWarning) as error:
             problems.append(f"{where}: not a regular expression: {error}")
             continue
         try:

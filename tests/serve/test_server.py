@@ -4,11 +4,12 @@ Run: pytest tests/serve/test_server.py
 """
 
 import builtins
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -182,3 +183,30 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(InputError, match=r"mlxstacks\[serve\]"):
         serve(nano_settings(), lambda url, notes: None)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_answers_as_before(
+    tmp_path: Path, campaign: Callable[[int], range]
+) -> None:
+    chance, known = random.Random(0), dict[str, str]()
+    texts = {
+        "base": "Who are you?",
+        "islands": "Who is king of Corva?",
+        "routed": "And who are you?",
+    }
+
+    def ask(client: openai.OpenAI, name: str) -> None:
+        content = chat(client, name, texts[name]).choices[0].message.content
+        assert content == known.setdefault(name, content)
+
+    for _ in campaign(100):
+        with started("--cache-path", str(tmp_path)) as (process, url), client_of(url) as client:
+            ask(client, chance.choice([*texts]))
+            with ThreadPoolExecutor(3) as pool:
+                asked = [pool.submit(ask, client, name) for name in [*texts] * 4]
+                time.sleep(chance.uniform(0, 1))
+                process.kill()
+            failures = [f.exception() for f in asked if f.exception()]
+            assert all(isinstance(error, openai.APIConnectionError) for error in failures)
+    assert known.keys() == texts.keys()

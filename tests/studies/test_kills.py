@@ -68,7 +68,7 @@ def test_a_router_is_the_old_one_or_the_new_one(
     def results() -> Any:
         manifest = Store.open(own.path).manifest
         assert manifest.router is not None
-        file = (own.path / manifest.router.path).read_bytes()
+        file = (own.path / manifest.router.file).read_bytes()
         shutil.rmtree(own.path)
         shutil.copytree(tmp_path / "before", own.path)
         return file, figures(target)

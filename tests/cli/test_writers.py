@@ -1,0 +1,91 @@
+"""Every command that has a target: two at once, without permission, while the clock runs backwards.
+
+Run: MLXSTACKS_SOAK=1 pytest tests/cli/test_writers.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.recipe.table import COMMANDS, load
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.result import Result
+from tests.kills import count_operations
+from tests.warm import ended, start_command_line
+
+pytestmark = pytest.mark.slow
+
+# Of the others nano has the inputs.
+ARGUMENTS = {
+    "nano export": ["OUT"],
+    "report": ["IN", "--save-path", "OUT"],
+    "stacks export": ["STORE", "islands", "OUT"],
+}
+LESS = {
+    "stack compare": ["--iters", "2"], "train": ["--iters", "2"], "align": ["--iters", "2"],
+}  # fmt: skip
+NOT_HERE = ("pull", "push", "grow", "psn stacks", "psn blocks", "pretrain")  # need more than nano
+WRITERS = [
+    name
+    for name, row in COMMANDS.items()
+    if "save_path" in load(row.settings).model_fields and name not in NOT_HERE
+]
+
+
+def arguments(name: str, target: Path) -> list[str]:
+    if name in ARGUMENTS:
+        words = ARGUMENTS[name]
+    else:
+        words = ["--save-path", "OUT", *LESS.get(name, [])]
+    places = {"OUT": str(target), "STORE": str(nano_paths().store_path), "IN": str(target.parent)}
+    return [*name.split(), *(places.get(word, word) for word in words)]
+
+
+def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlxstacks", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def stop_at(point: int, below: str) -> None:
+    """This process halts before its `point`-th file operation there."""
+
+    def heard(number: int) -> None:
+        if number == point:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    count_operations(below, heard)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_of_two_writers_one_is_refused(name: str, tmp_path: Path) -> None:
+    """Whichever comes first to the place where only one may be."""
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out" / "target"
+    words = arguments(name, target)
+    first = start_command_line(words, partial(stop_at, 4, str(tmp_path / "out")))
+    while first.is_alive() and not is_stopped(first.pid or 0):
+        time.sleep(0.05)
+    assert first.is_alive()
+    try:
+        second = run(words, timeout=400)
+    finally:
+        os.kill(first.pid or 0, signal.SIGCONT)
+    refused = second.returncode == 2
+    assert not refused or "another process" in second.stderr, second.stderr
+    assert ended(first) in ((0, 3) if refused else (2,))
+    assert refused or second.returncode in (0, 3), second.stderr
+    left = {path.name for path in target.parent.iterdir()}
+    assert {name for name in left if not name.startswith(target.name)} == set(), left
+    if (target / RESULT).exists():
+        assert Result.open(target).standing.status != "exploratory"
