@@ -418,6 +418,10 @@ def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
     by_keys: dict[frozenset[str], list[str]] = {}
 
     def read_auto(row: Raw) -> tuple[str, Reading]:
+        if (row.get("prompt") is None) != (row.get("completion") is None):
+            half = "completion" if row.get("completion") is None else "prompt"
+            if half in row:  # and not, say, the text of another column
+                raise InputError(f"{half}: null; fill it in, or leave the row out")
         # A column of a table that holds nothing for this row says nothing about its format.
         keys = frozenset(key for key, value in row.items() if value is not None)
         if keys not in by_keys:

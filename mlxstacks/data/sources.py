@@ -247,13 +247,13 @@ def _text_rows(path: Path) -> arrow_sets.Rows:
 
 
 def _csv_rows(path: Path, lines: Iterable[str]) -> arrow_sets.Rows:
-    """The first line names the columns; a cell is text, an empty one is left out."""
+    """The first line names the columns; a cell is text, an empty one null."""
     reader = csv.DictReader(lines)
     for row in reader:
         place = f"{path}, line {reader.line_num}"
         if None in row:
             raise InputError(f"{place}: more cells than the {len(row) - 1} columns of line 1")
-        yield place, {name: cell for name, cell in row.items() if cell}
+        yield place, {name: cell or None for name, cell in row.items()}
 
 
 def _paragraphs(path: Path, lines: Iterable[str]) -> arrow_sets.Rows:

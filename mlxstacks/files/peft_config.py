@@ -155,8 +155,8 @@ def _refuse_features(config: Mapping[str, Any], problems: list[str]) -> None:
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
         problems.append(
-            f"init_lora_weights is {init!r:.200}: the adapter belongs to a changed base; save it with "
-            "PEFT's path_initial_model_for_weight_conversion"
+            f"init_lora_weights is {init!r:.200}: the adapter belongs to a changed base; save it "
+            "with PEFT's path_initial_model_for_weight_conversion"
         )
     name = str(config.get("base_model_name_or_path") or "").lower()
     if "gpt-oss" in name or "gpt_oss" in name:

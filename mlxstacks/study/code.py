@@ -10,21 +10,28 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import mlxstacks
+from mlxstacks.errors import InputError
 from mlxstacks.study.integrity import file_sha256
 
 _CONSTANTS = (str, bytes, int, float, tuple, list, dict, set, frozenset)
 _INSTALLED = (Path(sysconfig.get_path("stdlib")), Path(mlxstacks.__file__).parent)
 
 
-def code_digests(kind: type, until: type) -> dict[str, str]:
-    """File -> the start of its SHA-256, of each file that the class is in or refers to; and
-    "code of CLASS" for what it is or refers to in the cells of a notebook.
+# File -> the import that read it, and the start of its SHA-256 then.
+_LOADED: dict[Path, tuple[object, str]] = {}
+
+
+def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, str]:
+    """File -> the start of its SHA-256, of each file that the class is in or refers to, as it was
+    when it was first asked for after its import; and "code of CLASS" for what it is or refers to in
+    the cells of a notebook.
 
     Followed is what a module holds, and what a function in a cell names: modules, classes,
     functions, but for installed ones, and a cell's constants. What is imported inside a function is
     not seen.
 
-    until: the base of all studies, which is not part of this one.
+    until: the base of all studies, which is not part of this one. is_new: refuse a file that was
+        edited since, and a function of before its module was loaded again. Raises: InputError.
     """
     home = Path(getattr(sys.modules[kind.__module__], "__file__", None) or ".").absolute().parent
     files, cells, seen = dict[str, str](), set[str](), set[object]()
@@ -36,11 +43,11 @@ def code_digests(kind: type, until: type) -> dict[str, str]:
                 continue
             module = value if is_module else sys.modules.get(value.__module__)
             if (file := getattr(module, "__file__", None)) is not None:
-                value, path = module, Path(file).absolute()
-                if value not in seen and path.is_file() and not _is_installed(path):
-                    seen.add(value)
+                path = Path(file).absolute()
+                if module not in seen and path.is_file() and not _is_installed(path):
+                    seen.add(module)
                     name = path.relative_to(home) if path.is_relative_to(home) else path.name
-                    files[str(name)] = file_sha256(path)[:16]
+                    files[str(name)] = _loaded_digest(path, module, is_new)
                     follow(vars(module).values())
             elif not is_module and value.__module__ == "__main__" and value not in seen:
                 seen.add(value)
@@ -59,6 +66,11 @@ def code_digests(kind: type, until: type) -> dict[str, str]:
             cells.update(
                 f"{n} = {_code_of(v)}" for n, v in used.items() if isinstance(v, _CONSTANTS)
             )
+            for name, part in used.items():
+                if is_new and isinstance(part, FunctionType | type) and _is_former(part):
+                    raise InputError(
+                        f"{name} is from before {part.__module__} was loaded again; import it again"
+                    )
             follow(used.values())
 
     follow(kind.__mro__[: kind.__mro__.index(until)])
@@ -67,6 +79,28 @@ def code_digests(kind: type, until: type) -> dict[str, str]:
             :16
         ]
     return files
+
+
+def _loaded_digest(path: Path, module: Any, is_new: bool) -> str:
+    now, spec = file_sha256(path)[:16], module.__spec__
+    loaded, digest = _LOADED.get(path, (None, ""))
+    if path not in _LOADED or loaded is not spec:
+        _LOADED[path] = spec, now
+        return now
+    if is_new and now != digest:
+        raise InputError(
+            f"{path.name} was edited after it was imported, so that its former code would run; "
+            f"importlib.reload({module.__name__}), or restart"
+        )
+    return digest
+
+
+def _is_former(value: FunctionType | type) -> bool:
+    module = sys.modules.get(value.__module__)
+    current = getattr(module, value.__name__, value)
+    if not getattr(module, "__file__", None) or current is value:
+        return False
+    return isinstance(value, type) or _code_of(current) != _code_of(value)
 
 
 def _is_installed(path: Path) -> bool:

@@ -242,7 +242,10 @@ class Series(_Part):
         """cells: estimates as a table has them, with low and high or alone, or None; each times
         `scale`.
         """
-        rows = [cell if isinstance(cell, tuple) else (cell, None, None) for cell in cells]
+        rows = [
+            cell if isinstance(cell, tuple | list) else (cell, None, None)
+            for cell in map(_plain, cells)
+        ]
         y, low, high = (
             tuple(value if value is None or scale == 1 else scale * value for value in column)
             for column in zip(*rows, strict=True)

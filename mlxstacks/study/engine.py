@@ -24,7 +24,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePath
@@ -80,6 +80,10 @@ class Step:
     name: str
     run: Callable[[Path], object]
     outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.outputs, str):
+            raise TypeError(f"step {self.name}: outputs is a tuple, ({self.outputs!r},)")
 
 
 class StudySettings(Protocol):
@@ -165,13 +169,17 @@ class Study(ABC):
 
 
 class OwnStudy(Study):
-    """A study of one's own: its plan is its settings and what `plan` adds.
+    """A study of one's own: its plan is its settings, what `plan` adds, and hashes of its `inputs`.
 
     kind, title, question: the head of its result.
     """
 
     kind = title = question = ""
     settings: RunSettings
+
+    def __init_subclass__(cls) -> None:
+        with suppress(OSError):  # notes the files as they were imported
+            code_digests(cls, OwnStudy)
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
@@ -182,7 +190,11 @@ class OwnStudy(Study):
 
     def planned(self) -> Result:
         settings = self.settings.model_dump(mode="json", exclude=PLACES)
-        return self._head(status="planned", settings=settings, plan={**settings, **self.plan()})
+        if not isinstance(own := self.plan(), Mapping):
+            raise TypeError(f"plan returned {own!r}; return a dict")
+        given = {str(path): _input_sha256(path) for path in self.inputs if path is not None}
+        plan = {**settings, **own} | ({"inputs": given} if given else {})
+        return self._head(status="planned", settings=settings, plan=plan)
 
     def result(self, **fields: Any) -> Result:
         """For `conclude`: outcome, verdict, data and blocks under the study's head."""
@@ -206,6 +218,8 @@ def run_study(
             a finished step.
         TargetError: the target exists and may not be replaced, or another process writes it.
     """
+    if not isinstance(study, Study):
+        raise InputError(f"give a study with its settings, as in {study.__name__}(MySettings(...))")
     if (group := current_group()) is not None:
         if not study.is_dealt:
             raise InputError("this study runs in one process; start it without mlx.launch")
@@ -213,6 +227,7 @@ def run_study(
             return _run(study, dry_run, progress)
     if not isinstance(study, OwnStudy):
         return _run(study, dry_run, progress)
+    code_digests(type(study), OwnStudy, is_new=True)
     try:
         finished = None if dry_run else _read_finished(study)
         return finished or _run(study, dry_run, progress)
@@ -254,7 +269,10 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         _check_plans(planned)
         _share(work, study)
         names, outputs = set[str](), set[str]()
-        for step in study.steps(work):
+        steps = study.steps(work)
+        if steps is None:
+            raise TypeError("steps gave None; yield its steps")
+        for step in steps:
             if isinstance(step, Step):
                 _check_new(step, names, outputs)
                 if progress and isinstance(study, OwnStudy):
@@ -268,6 +286,9 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         result = _finished(planned, study.conclude(work), seconds)
         if isinstance(study, OwnStudy):
             _check_kept(work)
+            result = result.model_copy(
+                update={"notes": (*result.notes, *_left_behind(work, study))}
+            )
         versions = {**result.environment.versions, **_source(study)}
         about = result.environment.model_copy(update={"versions": versions})
         result = result.model_copy(update={"environment": about})
@@ -286,7 +307,9 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
                 for is_dir in (True, False)
             )
             keep_parts(work, staged, directories, files)
-            sources = {*staged.glob(PLAN), *_found(staged, study.provenance)}
+            found = _found(staged, study.provenance)
+            parts = (part for path in found if path.is_dir() for part in path.rglob("*"))
+            sources = {*staged.glob(PLAN), *found, *parts}
             result = write_result(result, staged, target, study.plot_formats, sources)
         wait_for_all(group)
         directory.remove()
@@ -440,7 +463,9 @@ def main(
         return 0
     pairs = [word.partition("=") for word in words[1:]]
     try:
-        if not words or words[0][:1] == "-" or not all(equals for _, equals, _ in pairs):
+        is_setting = words and words[0].partition("=")[0] in settings.model_fields
+        is_setting = is_setting and "=" in words[0]
+        if not words or words[0][:1] == "-" or is_setting or not all(e for _, e, _ in pairs):
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
         if twice := {key for key, _, _ in pairs if [p[0] for p in pairs].count(key) > 1}:
             raise InputError(f"given twice: {', '.join(sorted(twice))}")
@@ -491,14 +516,41 @@ def _check_new(step: Step, names: set[str], outputs: set[str]) -> None:
 
 
 def _check_patterns(work: Path, study: Study) -> None:
-    """Raises: InputError: an own study names what no step left, and would lose what it meant."""
-    if isinstance(study, OwnStudy):
-        for of in ("artifacts", "provenance"):
-            for pattern in getattr(study, of):
-                if not _found(work, [pattern]):
-                    raise InputError(
-                        f"{of}: no step left a {pattern}; nothing is lost, it lies in {work}"
-                    )
+    """Raises: InputError: an own study names what no step left, and would lose what it meant; or
+    what the result is made from would not be kept.
+    """
+    if not isinstance(study, OwnStudy):
+        return
+    for of in ("artifacts", "provenance"):
+        for pattern in getattr(study, of):
+            if not _found(work, [pattern]):
+                raise InputError(
+                    f"{of}: no step left a {pattern}; nothing is lost, it lies in {work}"
+                )
+    kept = _found(work, study.artifacts)
+    for path in _found(work, study.provenance):
+        if not {path, *path.parents} & {*kept}:
+            name = path.relative_to(work)
+            raise InputError(f"provenance: {name} would not be kept; name it in artifacts too")
+
+
+def _left_behind(work: Path, study: Study) -> list[str]:
+    """A note of what steps left and artifacts do not name."""
+    kept = {*_found(work, study.artifacts)}
+    names = [name for written in _record(work).values() for name in written["sha256"]]
+    lost = [name for name in names if not {work / name, *(work / name).parents} & kept]
+    return [f"Not kept, for artifacts do not name it: {', '.join(lost)}."] if lost else []
+
+
+def _input_sha256(path: str | Path) -> str:
+    """Of a file, or of the files of a directory. Raises: InputError: nothing is there."""
+    given = user_path(path)
+    if given.is_dir():
+        files = sorted(file for file in given.rglob("*") if file.is_file())
+        return json_sha256({str(file.relative_to(given)): file_sha256(file) for file in files})
+    if not given.is_file():
+        raise InputError(f"inputs: {path}: no such file or directory")
+    return file_sha256(given)
 
 
 def _check_kept(work: Path) -> None:
@@ -545,8 +597,9 @@ def _read_finished(study: Study) -> Result | None:
         now = _source(study)
         if {*now.values()} <= {*result.environment.versions.values()}:
             return result
-        changed = ", ".join(now)
-        note = f"{changed} is not the code that made this. force=True runs it again."
+        before = {*result.environment.versions.values()}
+        changed = [name for name, digest in now.items() if digest not in before]
+        note = f"Changed since this was made: {', '.join(changed)}. force=True runs it again."
         return result.model_copy(update={"notes": (*result.notes, note)})
     differing = what_differs(
         {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(plan or {})}

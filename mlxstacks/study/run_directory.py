@@ -237,7 +237,8 @@ def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += [f"{key}.{line}" for line in what_differs(old, new)]
         elif old != new and _is_hash(old) and _is_hash(new):
-            lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')}: has changed")
+            name = key if "." in key else key.removesuffix("_sha256").replace("_", " ")
+            lines.append(f"{name}: has changed")
         elif old != new:
             lines.append(f"{key}: was {_shown(before, key)}, now {_shown(now, key)}")
     return lines

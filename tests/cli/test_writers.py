@@ -50,7 +50,7 @@ def arguments(name: str, target: Path) -> list[str]:
 
 def run(words: list[str], **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mlxstacks", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
 
 
 def stop_at(point: int, below: str) -> None:

@@ -266,7 +266,7 @@ def test_columns_of_csv_are_keys_of_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_text('\ufeffprompt,completion,system\n"a, ""b""\nc",d,\ne,f,g\n')
     assert [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows] == [
-        (f"{file}, line 3", {"prompt": 'a, "b"\nc', "completion": "d"}),
+        (f"{file}, line 3", {"prompt": 'a, "b"\nc', "completion": "d", "system": None}),
         (f"{file}, line 4", {"prompt": "e", "completion": "f", "system": "g"}),
     ]
     file.write_text("prompt,completion\na,b\nc,d,e\n")

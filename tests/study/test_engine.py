@@ -357,7 +357,7 @@ def test_code_that_was_changed_between_steps_makes_a_result_exploratory(
     assert len(run_study(study(tmp_path / "edited")).notes) == 1
     monkeypatch.setattr(Quick, "conclude", lambda self, work: None)
     assert (
-        "code of Quick is not the code that made this"
+        "Changed since this was made: code of Quick."
         in run_study(study(tmp_path / "edited")).notes[-1]
     )
 
@@ -440,6 +440,7 @@ def test_files_that_a_study_imports_belong_to_its_code(
     before = code_digests(kind, OwnStudy)
     assert before.keys() == {"own_study.py", "own_helper.py", "parts/own_inner.py"}
     (tmp_path / "parts" / "own_inner.py").write_text("LIMIT = 2\n")
+    importlib.reload(importlib.import_module("parts.own_inner"))
     after = code_digests(kind, OwnStudy)
     assert {name for name in before if before[name] != after[name]} == {"parts/own_inner.py"}
 
@@ -453,3 +454,91 @@ def test_what_a_step_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match=r"fair\.json: what step 'fair' left there was changed"):
         run_study(study(tmp_path))
     assert not (tmp_path / "coin").exists()
+
+
+def test_code_that_was_edited_after_its_import_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    _as_cells(monkeypatch)
+    helper = tmp_path / "edited_helper.py"
+    helper.write_text("def value(): return 1\n")
+    cell = "import edited_helper\nfrom edited_helper import value\n" * 1
+    names: dict[str, Any] = {"Quick": Quick, "__name__": "__main__"}
+    code = "class Own(Quick):\n def plan(self): return {'value': value()}"
+    exec(f"{cell}{code}", names)
+    own = names["Own"]
+    before = code_digests(own, OwnStudy, is_new=True)
+    helper.write_text("def value(): return 22\n")
+    assert code_digests(own, OwnStudy) == before
+    with pytest.raises(InputError, match=r"edited_helper\.py was edited after it was imported"):
+        run_study(own(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
+    importlib.invalidate_caches()
+    helper.touch()
+    os.utime(helper, (2e9, 2e9))
+    importlib.reload(names["edited_helper"])
+    with pytest.raises(InputError, match="value is from before edited_helper was loaded again"):
+        code_digests(own, OwnStudy, is_new=True)
+    exec(cell, names)
+    assert code_digests(own, OwnStudy, is_new=True) != before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"provenance": ("fair.json",), "artifacts": ()}, "fair.json would not be kept"),
+        ({"inputs": ("nowhere",)}, "inputs: nowhere: no such file or directory"),
+    ],
+)
+def test_what_would_be_lost_or_is_not_there(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in changes.items():
+        monkeypatch.setattr(Quick, name, value)
+    with pytest.raises(InputError, match=message):
+        run_study(study(tmp_path))
+
+
+def test_inputs_belong_to_the_plan_and_directories_to_the_provenance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.csv").write_text("1\n")
+    monkeypatch.setattr(Quick, "inputs", (str(tmp_path / "data.csv"),))
+
+    def into(arm: str, directory: Path) -> None:
+        (directory / "out").mkdir()
+        _leave(f"out/{arm}.json", directory)
+
+    def steps(self: Any, work: Path) -> Any:
+        yield Step("a", partial(into, "a"), outputs=("out/a.json",))
+        yield Step("b", partial(_leave, "b.json"), outputs=("b.json",))
+
+    def conclude(self: Any, work: Path) -> Result:
+        return self.result(outcome="none", verdict="Nothing.")
+
+    for name, value in {"steps": steps, "conclude": conclude}.items():
+        monkeypatch.setattr(Quick, name, value)
+    for of in ("artifacts", "provenance"):
+        monkeypatch.setattr(Quick, of, ("out",))
+    result = run_study(study(tmp_path))
+    assert {*result.provenance} == {"plan.json", "out/a.json"}
+    assert "Not kept, for artifacts do not name it: b.json." in result.notes
+    (tmp_path / "data.csv").write_text("2\n")
+    with pytest.raises(InputError, match=r"inputs\.\S+data\.csv: has changed"):
+        run_study(study(tmp_path))
+    (tmp_path / "coin" / "out" / "a.json").write_text("3")
+    assert Result.open(tmp_path / "coin").standing.status == "exploratory"
+
+
+def test_slips_of_a_study_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TypeError, match=r"outputs is a tuple, \('a\.json',\)"):
+        Step("a", print, outputs="a.json")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"as in Quick\(MySettings\(\.\.\.\)\)"):
+        run_study(Quick)  # type: ignore[arg-type]
+    assert main(Quick, coin.CoinSettings, ["tosses=4"]) == 2
+    assert main(Quick, coin.CoinSettings, [str(tmp_path / "x"), "seed=1", "seed=2"]) == 2
+    assert "given twice: seed" in capsys.readouterr().err
+    for name in ("plan", "steps"):
+        nothing = type("Nothing", (Quick,), {name: lambda *_: None})
+        with pytest.raises(TypeError, match=f"{name} (returned|gave) None"):
+            run_study(nothing(coin.CoinSettings(save_path=str(tmp_path / name))))

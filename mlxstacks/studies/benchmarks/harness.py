@@ -41,6 +41,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.benchmarks.arms import ModelArm
+from mlxstacks.studies.benchmarks.tasks import TASKS
 
 SHIPPED = Path(__file__).with_name("lm_eval_tasks")
 OUTPUT_TYPES = ("multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until")
@@ -141,7 +142,7 @@ class TaskFile:
             for path in (base / Path(name).expanduser() for name in names):
                 if not path.is_file():
                     raise InputError(
-                        f"{path}: no such file, which {self.file} asks for; give its directory"
+                        f"{path}: no such file; {Path(self.file).name} reads it below --data"
                     )
                 rows.setdefault(split, []).extend(
                     {re.sub(r"\W", "_", key): value for key, value in row.items()}
@@ -251,14 +252,16 @@ def _tasks_named(name: str, include_path: str | Path | None) -> Sequence[Harness
     builtin = tuple(_folders()) if find_spec("lm_eval") else ()
     if name in builtin:
         return builtin_tasks(name)
+    if not builtin:
+        close = difflib.get_close_matches(name, files, n=1, cutoff=0.9)
+        own = f"; did you mean {close[0]!r}?" if close else ""
+        own = f"; or give --tasks {name}, which needs none" if name in TASKS else own
+        raise InputError(
+            f"lm_eval/{name[:80]}: lm_eval is not installed: `pip install 'mlxstacks[eval]'`{own}"
+        )
     close = difflib.get_close_matches(name, [*files, *builtin], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(files)
-    if not builtin:
-        raise InputError(
-            f"lm_eval/{name[:80]}: lm_eval is not installed: `pip install 'mlxstacks[eval]'`{hint} "
-            f"(without it there are: {listed})"
-        )
     count = f"{len(builtin):,} of lm_eval's own"
     raise InputError(f"no task {name[:80]!r}{hint} (there are: {listed}; {count})")
 

@@ -100,8 +100,12 @@ def run(
 
     Raises: InputError: no corpus, fewer than two domains, or one without data.
     """
-    if settings.corpus is None or len(domain_data(settings)) < 2:
+    if settings.corpus is None or len(names := [*domain_data(settings)]) < 2:
         raise InputError("psn blocks needs corpus, the texts of the base, and two domains or more")
+    try:
+        settings.check_domains(names)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     return run_study(_Blocks(settings, progress), dry_run=dry_run, progress=progress)
 
 

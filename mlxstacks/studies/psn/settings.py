@@ -1,6 +1,7 @@
 """Settings of `mlxstacks psn stacks` and `psn blocks`, their plans. Imports no mlx or numpy."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -132,9 +133,12 @@ class PsnBlocksSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [domain.name for domain in self.domains]
-        if not names:
-            return self
+        if self.domains:
+            self.check_domains([domain.name for domain in self.domains])
+        return self
+
+    def check_domains(self, names: Sequence[str]) -> None:
+        """Raises: ValueError: `formats` or `control` name another domain."""
         for text in self.formats:
             name, _, pattern = text.partition("=")
             try:
@@ -145,4 +149,3 @@ class PsnBlocksSettings(Settings):
                 raise ValueError(f"formats: {text}: give NAME=REGEX, NAME one of the domains")
         if self.control is not None and self.control not in names:
             raise ValueError(f"control {self.control}: no domain; there are {', '.join(names)}")
-        return self

@@ -36,6 +36,7 @@ from mlxstacks.layers.stack_files import SharedPairs, parts_of
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.psn.settings import PsnStacksSettings
 from mlxstacks.studies.stack import run as stack_run
+from mlxstacks.studies.stack.plan import listed_domains
 from mlxstacks.studies.stack.setup import StackSetup, set_up
 from mlxstacks.studies.train import pretrain
 from mlxstacks.studies.train.setup import SaveTimer
@@ -82,6 +83,8 @@ def run(
     """
     if settings.corpus is None:
         raise InputError("psn stacks needs corpus, the texts of the base")
+    listed = StackRunSettings.model_validate(settings.model_dump(include={"data", "domains"}))
+    listed_domains(listed)
     return run_study(_Stacks(settings, progress), dry_run=dry_run, progress=progress)
 
 

@@ -134,7 +134,7 @@ def _format_number(value: float, column: Column) -> str:
         case "bytes":
             return bytes_in_words(int(value))
         case "seconds":
-            return f"{value:.3g} s"
+            return f"{value:,.0f} s" if abs(value) >= 1000 else f"{value:.3g} s"
     if column.digits is not None:
         return f"{value:.{column.digits}f}"
     return number(value) or ""
