@@ -44,7 +44,7 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
             module = value if is_module else sys.modules.get(value.__module__)
             if (file := getattr(module, "__file__", None)) is not None:
                 path = Path(file).absolute()
-                if module not in seen and path.is_file() and not _is_installed(path):
+                if module not in seen and path.is_file() and not is_installed(path):
                     seen.add(module)
                     name = path.relative_to(home) if path.is_relative_to(home) else path.name
                     files[str(name)] = _loaded_digest(path, module, is_new)
@@ -103,10 +103,11 @@ def _is_former(value: FunctionType | type) -> bool:
     return isinstance(value, type) or _code_of(current) != _code_of(value)
 
 
-def _is_installed(path: Path) -> bool:
-    return any(map(path.is_relative_to, _INSTALLED)) or bool(
-        {"site-packages", "dist-packages"} & {*path.parts}
-    )
+def is_installed(file: str | Path) -> bool:
+    """Whether a file of code is of Python, of this package, or of another that was installed."""
+    path = Path(file)
+    packages = {"site-packages", "dist-packages"} & {*path.parts}
+    return bool(packages) or any(map(path.is_relative_to, _INSTALLED))
 
 
 def _function(value: Any) -> FunctionType | None:

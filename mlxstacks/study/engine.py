@@ -22,6 +22,7 @@ import json
 import shutil
 import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -46,10 +47,11 @@ from mlxstacks.processes import (
     wait_for_all,
 )
 from mlxstacks.settings import Settings
-from mlxstacks.study.code import code_digests
+from mlxstacks.study.code import code_digests, is_installed
 from mlxstacks.study.document import RESULT, Standing, problem_of
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
+from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     IDENTITY,
@@ -192,6 +194,8 @@ class OwnStudy(Study):
         settings = self.settings.model_dump(mode="json", exclude=PLACES)
         if not isinstance(own := self.plan(), Mapping):
             raise TypeError(f"plan returned {own!r}; return a dict")
+        if unknown := {*self.plot_formats} - {*FORMATS}:
+            raise InputError(f"plot_formats: {min(unknown)}; there are {', '.join(FORMATS)}")
         given = {str(path): _input_sha256(path) for path in self.inputs if path is not None}
         plan = {**settings, **own} | ({"inputs": given} if given else {})
         return self._head(status="planned", settings=settings, plan=plan)
@@ -480,7 +484,10 @@ def main(
         write("interrupted; the same call resumes", error=True)
         return 130
     except (InputError, StoreError, OSError) as error:
-        write(f"error: {_keywords_in(str(error))}", error=True)
+        own = [f for f in traceback.extract_tb(error.__traceback__) if not is_installed(f.filename)]
+        is_own = isinstance(error, OSError) and own
+        where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if is_own else ""
+        write(f"error: {where}{_keywords_in(str(error))}", error=True)
         return 2 if isinstance(error, InputError) else 1
     write(result_text(result))
     return 3 if result.failed_gate else 0
