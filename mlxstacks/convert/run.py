@@ -115,7 +115,8 @@ def _plan(model: str, settings: ConvertSettings) -> Conversion:
             raise InputError(f"{source}: no model*.safetensors; give a file: {files[0]}")
         if settings.bits is None and not settings.module_bits and settings.upcycle is None:
             raise InputError(
-                f"{source}: nothing to do; give --bits N to quantize, or --upcycle N for experts"
+                f"{source}: nothing to do; give --bits N to quantize, or --upcycle N for experts "
+                "(mlx_lm.convert casts with --dtype alone)"
             )
         if settings.bits is None and not settings.module_bits:
             conversion = stored_conversion(source)

@@ -136,6 +136,7 @@ def _unmatched(name: str, wanted: list[Target], everything: list[Target]) -> str
     known = {t.name for t in everything} | {t.name.rpartition(".")[2] for t in everything}
     close = difflib.get_close_matches(name, sorted(known), n=3)
     there = f"close: {', '.join(close)}" if close else f"there are {', '.join(sorted(known))}"
+    there = "give each name by itself" if "," in name else there
     return f"{name!r} matches no projection; {there}"
 
 

@@ -96,7 +96,8 @@ class Answer:
     @property
     def marks(self) -> tuple[str, ...]:
         """What a reader should know about it: a gap, where it was cut off."""
-        gap = "gap: no domain fits" if self.route.gap else ""
+        strange = "unlike the domains' prompts" if self.route.weights else "no domain fits"
+        gap = f"gap: {strange}" if self.route.gap else ""
         words = {
             "length": "cut off at max_tokens", "context": "cut off: the context is full",
             "stopped": "stopped", "stop": "",

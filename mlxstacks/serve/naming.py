@@ -49,7 +49,7 @@ def parse_model(
 
 
 def _message(model: str, base_name: str, names: Sequence[str]) -> str:
-    listed = ", ".join([BASE, base_name, *names])
+    listed = ", ".join(dict.fromkeys([BASE, base_name, *names]))
     return f"no model {model[:100]!a}; there are: {listed}, and sets such as base+NAME,NAME"
 
 

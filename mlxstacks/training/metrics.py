@@ -37,7 +37,8 @@ def check_logger(settings: Logged) -> None:
     if settings.log_to is not None and find_spec(settings.log_to) is None:
         package = settings.log_to
         raise InputError(
-            f"log_to: {package} is not installed; `pip install {package}`, or leave log_to out"
+            f"--log-to: {package} is not installed; `pip install 'mlxstacks[{package}]'`, or leave "
+            "it out"
         )
 
 

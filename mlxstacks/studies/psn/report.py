@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxstacks.stats import mean_interval, share
-from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of, counted
 
 LEAST_GAIN, MOST_INSIDE, LEAST_SINGLE, LEAST_MIXED = 0.5, 1e-5, 0.95, 0.90
 """Nats that a block takes off its own domain's loss; share of its last weights inside protected
@@ -56,7 +56,7 @@ def concluded(cells: Cells) -> dict[str, Any]:
     asked = {name: holds for name, (_, holds) in conditions.items() if holds is not None}
     failed = [name for name, holds in asked.items() if not holds]
     met = f"{len(asked) - len(failed)} of {len(asked)} conditions hold"
-    verdict = f"{met} over {len(cells)} seeds"
+    verdict = f"{met} over {counted(len(cells), 'seed')}"
     verdict += f"; not {', '.join(failed)}." if failed else "."
     slices = [
         mean_interval([c["losses"][f"{d}-slice"][d] - c["losses"][d][d] for c in cells]).as_json()

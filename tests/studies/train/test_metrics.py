@@ -122,7 +122,9 @@ def test_before_training_it_is_an_error(
     settings = settings_for(*places, target, log_to="wandb")
     monkeypatch.setattr("mlxstacks.training.metrics.find_spec", lambda name: None)
     for dry_run in (True, False):
-        with pytest.raises(InputError, match=r"wandb is not installed; `pip install wandb`"):
+        with pytest.raises(
+            InputError, match=r"wandb is not installed; `pip install 'mlxstacks\[wandb\]'`"
+        ):
             train_run.run(settings, dry_run=dry_run)
     with pytest.raises(InputError, match=r"wandb is not installed"):
         stack_run.run(stack_cases.settings_for(*places, target, log_to="wandb"))
