@@ -165,6 +165,9 @@ def candidates(layers: Sequence[int]) -> Iterator[Tests]:
     alone = ((test,) for test in (("energy", 0), *tokens, *nearest, *far))
     pairs = ((*tokens, test) for test in far)
     means = (nearest, far, far[-2:], (*tokens, *far[-2:]), (*tokens, *nearest))
+    # of all three kinds, behind the layers where single ones find most
+    late, middle = far[-2:-1], nearest[len(nearest) // 2 :]
+    means += tuple((*tokens, *late, *middle[:count]) for count in (1, 2))
     yield from dict.fromkeys([*alone, *pairs, *means])
 
 
