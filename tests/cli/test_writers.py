@@ -3,8 +3,11 @@
 Run: MLXSTACKS_SOAK=1 pytest tests/cli/test_writers.py
 """
 
+import ctypes
+import itertools
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -65,6 +68,46 @@ def stop_at(point: int, below: str) -> None:
 
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def drop_capabilities() -> None:
+    """Root that may write only where permissions say so; capset(2) of linux/capability.h."""
+    header = struct.pack("Ii", 0x20080522, 0)
+    assert ctypes.CDLL(None, use_errno=True).capset(header, bytes(24)) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+@pytest.mark.parametrize("name", WRITERS)
+def test_where_nothing_may_be_written_nothing_is(name: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    words = arguments(name, tmp_path / "out" / "target")
+    (tmp_path / "out").chmod(0o555)
+    assert ended(start_command_line(words, drop_capabilities)) == 2
+    assert [*(tmp_path / "out").iterdir()] == []
+
+
+def turn_the_clock_back() -> None:
+    """An hour at each look at it."""
+    looks = itertools.count(1)
+    began = time.time()
+    time.time = lambda: began - 3600 * next(looks)
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+
+@pytest.mark.parametrize(
+    "name", ["align", "convert", "eval", "fuse", "route discover", "stack", "train"]
+)
+def test_a_clock_that_runs_backwards_changes_no_figure(name: str, tmp_path: Path) -> None:
+    found = []
+    for change in (None, turn_the_clock_back):
+        target = tmp_path / str(len(found)) / "target"
+        target.parent.mkdir()
+        assert ended(start_command_line(arguments(name, target), change)) in (0, 3)
+        result = Result.open(target)
+        assert result.standing.status != "exploratory"
+        assert (result.environment.seconds or 0) >= 0
+        found.append((result.outcome, result.plan_sha256, result.verdict))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", WRITERS)
