@@ -17,7 +17,8 @@ is noise (Ledoit & Wolf 2004). A mean of several tests, each in deviations of kn
 candidate too.
 
 Which one a router gets is found without any unseen domain: each of its domains is left out in turn,
-a candidate fitted on the others, and what it finds of the one that was left out counts. Its
+a candidate fitted on the others, and what it finds of the one that was left out counts. The mean of
+all three kinds is taken where no other is clearly better. Its
 threshold is one that a known prompt exceeds with a probability of at most 5%: the order statistic
 of held-out prompts by which a split conformal test rejects. (For several tests that is nearly so:
 what each is divided by comes from the same prompts.)
@@ -141,9 +142,9 @@ def fit_detector(rows: GapRows) -> tuple[GapDetector | None, str]:
     tests = list(candidates(rows.layers))
     table, note = _left_out(rows, tests), ""
     if table:
-        # the first of equals: fewer tests come before more
-        best = max(table, key=lambda name: _mean_rate(table[name]))
-        chosen = next(parts for parts in tests if spelled(parts) == best)
+        chosen = next(
+            parts for parts in tests if spelled(parts) == _best(table, spelled(tests[-1]))
+        )
     else:
         chosen = (("nearest prompt", rows.layers[0]),)
         note = "With fewer than two domains no test for gaps could be compared with others."
@@ -179,8 +180,15 @@ def spelled(tests: Tests) -> str:
     return ", ".join(f"{test} {'+'.join(numbers)}".strip() for test, numbers in layers.items())
 
 
-def _mean_rate(rates: Mapping[str, Any]) -> float:
-    return float(np.mean([rate["rate"] for rate in rates.values()]))
+def _best(table: Mapping[str, Mapping[str, Any]], usual: str) -> str:
+    """The candidate that finds most, the first of equals; but the usual one where that is not
+    better by more than a standard error over domains (the rule of Breiman et al. 1984).
+    """
+    rates = {name: np.array([r["rate"] for r in row.values()]) for name, row in table.items()}
+    best = max(rates, key=lambda name: float(rates[name].mean()))
+    better = rates[best] - rates[usual]
+    error = better.std(ddof=1) / math.sqrt(len(better)) if len(better) > 1 else math.inf
+    return best if better.mean() > error else usual
 
 
 def _left_out(rows: GapRows, tests: Sequence[Tests]) -> dict[str, dict[str, Any]]:

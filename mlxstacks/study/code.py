@@ -1,10 +1,13 @@
 """The code of a study of one's own, so that a change of it between two steps is seen."""
 
+import ast
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
+from importlib.util import find_spec, resolve_name
+from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -17,8 +20,9 @@ _CONSTANTS = (str, bytes, int, float, tuple, list, dict, set, frozenset)
 _INSTALLED = (Path(sysconfig.get_path("stdlib")), Path(mlxstacks.__file__).parent)
 
 
-# File -> the import that read it, and the start of its SHA-256 then.
-_LOADED: dict[Path, tuple[object, str]] = {}
+# File -> the import that read it, the start of its SHA-256 then, and which reload that was, 0: none.
+_LOADED: dict[Path, tuple[object, str, int]] = {}
+_reloads = count(1)
 
 
 def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, str]:
@@ -26,15 +30,33 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
     when it was first asked for after its import; and "code of CLASS" for what it is or refers to in
     the cells of a notebook.
 
-    Followed is what a module holds, and what a function in a cell names: modules, classes,
-    functions, but for installed ones, and a cell's constants. What is imported inside a function is
-    not seen.
+    Followed are imports of files, wherever they stand, and what a function in a cell names:
+    modules, classes, functions, but for installed ones, and constants.
 
     until: the base of all studies, which is not part of this one. is_new: refuse a file that was
         edited since, and a function of before its module was loaded again. Raises: InputError.
     """
     home = Path(getattr(sys.modules[kind.__module__], "__file__", None) or ".").absolute().parent
     files, cells, seen = dict[str, str](), set[str](), set[object]()
+
+    def follow_file(path: Path, module_name: str, package: str) -> None:
+        if path in seen:
+            return
+        seen.add(path)
+        name = path.relative_to(home) if path.is_relative_to(home) else path.name
+        module = sys.modules.get(module_name)
+        files[str(name)] = _loaded_digest(path, module, is_new)
+        for imported, is_copied in _imports(path, package):
+            spec = _own_spec(imported)
+            if spec is None or spec.origin is None:
+                continue
+            source = Path(spec.origin).absolute()
+            follow_file(source, imported, spec.parent or "")
+            if is_new and is_copied and _LOADED[source][2] > _LOADED[path][2]:
+                raise InputError(
+                    f"{name} has values from before {imported} was loaded again; "
+                    f"importlib.reload({module_name}), or restart"
+                )
 
     def follow(values: Iterable[Any]) -> None:
         for value in values:
@@ -44,11 +66,9 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
             module = value if is_module else sys.modules.get(value.__module__)
             if (file := getattr(module, "__file__", None)) is not None:
                 path = Path(file).absolute()
-                if module not in seen and path.is_file() and not is_installed(path):
-                    seen.add(module)
-                    name = path.relative_to(home) if path.is_relative_to(home) else path.name
-                    files[str(name)] = _loaded_digest(path, module, is_new)
-                    follow(vars(module).values())
+                if path.is_file() and not is_installed(path):
+                    assert module is not None
+                    follow_file(path, module.__name__, module.__package__ or "")
             elif not is_module and value.__module__ == "__main__" and value not in seen:
                 seen.add(value)
                 follow_cell(value)
@@ -81,13 +101,43 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
     return files
 
 
+def _imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
+    """(name of a module, whether what it holds is copied) of each import in a file of Python."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # no Python
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            base = resolve_name(name, package) if node.level else name
+            yield base, True
+            yield from ((f"{base}.{alias.name}", False) for alias in node.names)
+
+
+def _own_spec(name: str) -> Any:
+    """Of a module that is not installed; None for another, and for what is none."""
+    for part in (name.partition(".")[0], name):
+        try:
+            spec = find_spec(part)
+        except (ImportError, ValueError, AttributeError):
+            return None
+        if spec is None or spec.origin in ("built-in", "frozen"):
+            return None
+        if spec.origin and is_installed(Path(spec.origin).absolute()):
+            return None
+    return spec if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+
+
 def _loaded_digest(path: Path, module: Any, is_new: bool) -> str:
-    now, spec = file_sha256(path)[:16], module.__spec__
-    loaded, digest = _LOADED.get(path, (None, ""))
+    now, spec = file_sha256(path)[:16], getattr(module, "__spec__", None)
+    loaded, digest, _ = _LOADED.get(path, (None, "", 0))
     if path not in _LOADED or loaded is not spec:
-        _LOADED[path] = spec, now
+        _LOADED[path] = spec, now, next(_reloads) if path in _LOADED else 0
         return now
-    if is_new and now != digest:
+    if is_new and module is not None and now != digest:
         raise InputError(
             f"{path.name} was edited after it was imported, so that its former code would run; "
             f"importlib.reload({module.__name__}), or restart"
