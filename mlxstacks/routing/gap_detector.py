@@ -168,8 +168,8 @@ def candidates(layers: Sequence[int]) -> Iterator[Tests]:
     means = (nearest, far, far[-2:], (*tokens, *far[-2:]), (*tokens, *nearest))
     # of all three kinds, behind the layers where single ones find most
     late, middle = far[-2:-1], nearest[len(nearest) // 2 :]
-    means += tuple((*tokens, *late, *middle[:count]) for count in (1, 2))
-    yield from dict.fromkeys([*alone, *pairs, *means])
+    all_kinds = ((*tokens, *late, *middle[:count]) for count in (1, 2))
+    yield from dict.fromkeys([*alone, *pairs, *means, *all_kinds])
 
 
 def spelled(tests: Tests) -> str:

@@ -154,6 +154,8 @@ class AnswersToItems(Generic[Asked, Parsed]):
         progress: (done, count, name of the file), before each batch.
         Raises: as `answers`; ValueError for more or fewer answers than there are items.
         """
+        if count > len(self.items):
+            raise ValueError(f"{count} answers are asked for, of {len(self.items)} items")
         answers = self.answers()
         self.log.begin()
 
@@ -164,6 +166,9 @@ class AnswersToItems(Generic[Asked, Parsed]):
             given = answer(batch)
             if len(given) != len(batch):
                 raise ValueError(f"{len(given)} answers to {len(batch)} items")
+            for item, one in zip(batch, given, strict=True):
+                if not self._is_of(one, item):
+                    raise ValueError(f"{str(one)[:200]} is no answer to {str(item)[:200]}")
             return given
 
         # Batches lie where they always do: what a batch holds may move a last bit.

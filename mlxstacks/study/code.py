@@ -20,7 +20,7 @@ _CONSTANTS = (str, bytes, int, float, tuple, list, dict, set, frozenset)
 _INSTALLED = (Path(sysconfig.get_path("stdlib")), Path(mlxstacks.__file__).parent)
 
 
-# File -> the import that read it, the start of its SHA-256 then, and which reload that was, 0: none.
+# File -> the import that read it, the start of its SHA-256 then, and the number of its reload or 0.
 _LOADED: dict[Path, tuple[object, str, int]] = {}
 _reloads = count(1)
 

@@ -162,15 +162,19 @@ class Table(_Part):
         id: str,
         title: str,
         columns: Columns,
-        rows: Iterable[Sequence[Cell]],
+        rows: Iterable[Sequence[Cell] | Mapping[str, Cell]],
         **more: Any,
     ) -> "Table":
-        """more: caption, folded."""
+        """rows: of cells, or dicts by the names of columns. more: caption, folded."""
         parts = []
         for name, kind in columns.items():
             kind, digits = (kind, None) if isinstance(kind, str) else kind
             parts.append(Column(name=name, kind=kind, digits=digits))
-        return cls(id=id, title=title, columns=tuple(parts), rows=tuple(map(tuple, rows)), **more)
+        cells = (
+            tuple(row[name] for name in columns) if isinstance(row, Mapping) else tuple(row)
+            for row in rows
+        )
+        return cls(id=id, title=title, columns=tuple(parts), rows=tuple(cells), **more)
 
     @model_validator(mode="after")
     def _rows_fit(self, info: ValidationInfo) -> "Table":
@@ -277,13 +281,19 @@ class Plot(_Part):
 
     @model_validator(mode="after")
     def _series_fit(self, info: ValidationInfo) -> "Plot":
+        if self.kind == "heat map" and self.references and info.mode == "python":
+            raise ValueError(f"plot {self.id}: a heat map has no references")
         for series in self.series:
             count = len(series.x) if self.kind in ("lines", "points") else len(self.categories)
             if self.kind == "frontier" and len(series.x) != count:
                 raise ValueError(f"plot {self.id}: series {series.label} has not {count} places")
             ends = {len(series.low or series.y), len(series.high or series.y)}
             if {len(series.y), *ends} != {count}:
-                raise ValueError(f"plot {self.id}: series {series.label} has not {count} values")
+                of = "x" if self.kind in ("lines", "points") else "categories"
+                raise ValueError(
+                    f"plot {self.id}: series {series.label} has {len(series.y)} values and {count} "
+                    f"{of}"
+                )
             for y, low, high in zip(series.y, series.low, series.high, strict=False):
                 is_whole = None not in (y, low, high) and info.mode == "python"
                 if is_whole and not _holds(low, y, high):

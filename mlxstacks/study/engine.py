@@ -29,7 +29,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any, Protocol, get_origin
 
 from pydantic import ValidationError
 
@@ -194,11 +194,18 @@ class OwnStudy(Study):
         settings = self.settings.model_dump(mode="json", exclude=PLACES)
         if not isinstance(own := self.plan(), Mapping):
             raise TypeError(f"plan returned {own!r}; return a dict")
+        for name in ("artifacts", "provenance", "inputs", "plot_formats"):
+            if isinstance(value := getattr(self, name), str):
+                raise TypeError(f"{name} is a tuple, ({value!r},)")
         if unknown := {*self.plot_formats} - {*FORMATS}:
             raise InputError(f"plot_formats: {min(unknown)}; there are {', '.join(FORMATS)}")
-        given = {str(path): _input_sha256(path) for path in self.inputs if path is not None}
+        given = self.input_digests()
         plan = {**settings, **own} | ({"inputs": given} if given else {})
         return self._head(status="planned", settings=settings, plan=plan)
+
+    def input_digests(self) -> dict[str, str]:
+        """SHA-256 of each of `inputs`. Raises: InputError: one is not there."""
+        return {str(path): _input_sha256(path) for path in self.inputs if path is not None}
 
     def result(self, **fields: Any) -> Result:
         """For `conclude`: outcome, verdict, data and blocks under the study's head."""
@@ -290,6 +297,11 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         result = _finished(planned, study.conclude(work), seconds)
         if isinstance(study, OwnStudy):
             _check_kept(work)
+            if (study.input_digests() or None) != (planned.plan or {}).get("inputs"):
+                raise InputError(
+                    f"inputs: {', '.join(map(str, study.inputs))}: changed while the study ran; "
+                    "--no-resume begins again"
+                )
             result = result.model_copy(
                 update={"notes": (*result.notes, *_left_behind(work, study))}
             )
@@ -473,7 +485,9 @@ def main(
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
         if twice := {key for key, _, _ in pairs if [p[0] for p in pairs].count(key) > 1}:
             raise InputError(f"given twice: {', '.join(sorted(twice))}")
-        values = {key: _parsed(key, value) for key, _, value in pairs} | {"save_path": words[0]}
+        values = {key: _parsed(settings, key, value) for key, _, value in pairs} | {
+            "save_path": words[0]
+        }
         given = study(settings(**values))
         if (result := _read_finished(given)) is None:
             with ProgressBar(given.kind) as bar:
@@ -493,10 +507,16 @@ def main(
     return 3 if result.failed_gate else 0
 
 
-def _parsed(key: str, text: str) -> Any:
-    """`[a, b]` and `{a: 1}` as YAML; other text is pydantic's to read. Raises: InputError."""
+def _parsed(settings: type[RunSettings], key: str, text: str) -> Any:
+    """`[a, b]` and `{a: 1}` as YAML, `a,b` of a list; other text is pydantic's to read.
+
+    Raises: InputError.
+    """
     import yaml
 
+    field = settings.model_fields.get(key)
+    if field and get_origin(field.annotation) in (list, tuple, Sequence) and text[:1] != "[":
+        return text.split(",")
     try:
         return yaml.safe_load(text) if text[:1] in ("[", "{") else text
     except yaml.YAMLError as error:
@@ -673,6 +693,9 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     step.run(scratch)
     sync_tree(scratch)
     if missing := [name for name in step.outputs if not (scratch / name).is_file()]:
+        if directories := [name for name in missing if (scratch / name).is_dir()]:
+            names = ", ".join(directories)
+            raise InputError(f"step {step.name}: outputs are files; name those in {names}")
         raise InputError(f"step {step.name} left no {', '.join(missing)}")
     for name in step.outputs:
         (work / name).parent.mkdir(parents=True, exist_ok=True)

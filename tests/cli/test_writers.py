@@ -98,7 +98,7 @@ def turn_the_clock_back() -> None:
     "name", ["align", "convert", "eval", "fuse", "route discover", "stack", "train"]
 )
 def test_a_clock_that_runs_backwards_changes_no_figure(name: str, tmp_path: Path) -> None:
-    found = []
+    found: list[object] = []
     for change in (None, turn_the_clock_back):
         target = tmp_path / str(len(found)) / "target"
         target.parent.mkdir()

@@ -67,7 +67,8 @@ def test_hostile_texts_in_plots_are_shown_as_texts(kind: Any, tmp_path: Path) ->
     placed, joined = kind in ("lines", "points", "frontier"), kind in ("lines", "points")
     plot = Plot(
         id="p", title=EVIL[1], kind=kind, alt=EVIL[0], x_label=EVIL[5], y_label=EVIL[4],
-        unit=EVIL[3], references={EVIL[6]: 1.0}, categories=() if joined else EVIL,
+        unit=EVIL[3], references={} if kind == "heat map" else {EVIL[6]: 1.0},
+        categories=() if joined else EVIL,
         series=tuple(Series(label=e, y=values, x=values if placed else ()) for e in EVIL),
     )  # fmt: skip
     result = Result(kind="k", title="t", status="done", verdict="v", blocks=(plot,)).sealed()

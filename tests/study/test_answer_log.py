@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.study import answer_log
 from mlxstacks.study.answer_log import (
     AnswerLog,
+    AnswersToItems,
     chained,
     digests_of,
     lines_of,
@@ -199,3 +201,24 @@ def test_a_pipe_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log.jsonl")
     with pytest.raises(InputError, match="not a regular file"):
         AnswerLog(tmp_path / "log.jsonl", HEADER).read(dict)
+
+
+@pytest.mark.parametrize(
+    ("count", "text", "message"),
+    [(3, "b", "3 answers are asked for, of 2 items"), (2, "c", "Said.* is no answer to a")],
+)
+def test_answers_to_nothing_are_not_kept(
+    count: int, text: str, message: str, tmp_path: Path
+) -> None:
+    answers = AnswersToItems(
+        tmp_path / "log.jsonl", {}, ("a", "b"), lambda row: Said(**row),
+        is_of=lambda said, item: said.text in (item, "b"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        answers.complete(count, 1, lambda batch: [Said(text)])
+    assert answers.answers() == []
+
+
+@dataclass
+class Said:
+    text: str

@@ -291,7 +291,7 @@ def test_patterns_name_what_steps_wrote_and_lists_are_yaml(
     class ByPattern(Quick):
         artifacts = provenance = ("*.json",)
 
-    assert main(ByPattern, Listed, [str(tmp_path / "coin"), "names=[a, b]", "tosses=9"]) == 0
+    assert main(ByPattern, Listed, [str(tmp_path / "coin"), "names=a,b", "tosses=9"]) == 0
     result = Result.open(tmp_path / "coin")
     assert {*result.provenance} == {"plan.json", "fair.json", "loaded.json"}
     assert result.settings["names"] == ["a", "b"]
@@ -542,3 +542,56 @@ def test_slips_of_a_study_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
         nothing = type("Nothing", (Quick,), {name: lambda *_: None})
         with pytest.raises(TypeError, match=f"{name} (returned|gave) None"):
             run_study(nothing(coin.CoinSettings(save_path=str(tmp_path / name))))
+
+
+@pytest.mark.parametrize("name", ["artifacts", "provenance", "inputs", "plot_formats"])
+def test_a_forgotten_comma_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Quick, name, "a.json")
+    with pytest.raises(TypeError, match=rf"^{name} is a tuple, \('a\.json',\)"):
+        run_study(study(tmp_path))
+
+
+def test_inputs_that_change_on_the_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.csv").write_text("1\n")
+    monkeypatch.setattr(Quick, "inputs", (str(tmp_path / "data.csv"),))
+    plain = Quick.conclude
+
+    def conclude(self: Any, work: Path) -> Result:
+        (tmp_path / "data.csv").write_text("2\n")
+        return plain(self, work)
+
+    monkeypatch.setattr(Quick, "conclude", conclude)
+    with pytest.raises(InputError, match=r"data\.csv: changed while the study ran; resume=False"):
+        run_study(study(tmp_path))
+
+
+def test_a_directory_is_no_output(tmp_path: Path) -> None:
+    step = Step("train", lambda directory: (directory / "models").mkdir(), ("models",))
+    with pytest.raises(InputError, match="train: outputs are files; name those in models"):
+        run_step(step, tmp_path, None)
+
+
+def test_constants_of_a_module_that_is_loaded_again_belong_to_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_rates.py").write_text("RATE = 1\n")
+    (tmp_path / "own_rated.py").write_text(
+        "from own_rates import RATE\nfrom mlxstacks.study.engine import OwnStudy\n"
+        "class Own(OwnStudy):\n def f(self):\n  import json, own_lazy\n"
+    )
+    (tmp_path / "own_lazy.py").write_text("")
+    importlib.invalidate_caches()
+    kind = importlib.import_module("own_rated").Own
+    before = code_digests(kind, OwnStudy, is_new=True)
+    assert before.keys() == {"own_rated.py", "own_rates.py", "own_lazy.py"}
+    (tmp_path / "own_rates.py").write_text("RATE = 222\n")
+    importlib.reload(sys.modules["own_rates"])
+    with pytest.raises(InputError, match=r"own_rated\.py has values from before own_rates was loa"):
+        code_digests(kind, OwnStudy, is_new=True)
+    kind = importlib.reload(sys.modules["own_rated"]).Own
+    assert code_digests(kind, OwnStudy, is_new=True) != before

@@ -208,7 +208,10 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -
             lambda: Table(id="a", title="", columns=ARMS.columns, rows=((1,),)),
             "row 0 has 1 cells of 3",
         ),
-        (lambda: PLOT.model_validate(PLOT.model_dump() | {"categories": ("a",)}), "1 values"),
+        (
+            lambda: PLOT.model_validate(PLOT.model_dump() | {"categories": ("a",)}),
+            "and 1 categories",
+        ),
         (lambda: Table.of("t", "", {"a": "text", "p": "p"}, [("x", 1.2)]), r"1\.2 is no p \(p\)"),
         (lambda: Table.of("t", "", {"a": "share"}, [((0.5, 0.9, 0.4),)]), r"0\.4\) is no share"),
         (lambda: Table.of("t", "", {"a": "share"}, [((0.1, 0.2, 0.3),)]), r"row 0: \(0\.1.* is no"),

@@ -235,6 +235,7 @@ def _draw_series(figure: Any, plot: Plot) -> None:
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="x" if dense else "both")
     ax.margins(x=0.06)
+    ax.set_xlim(*plot.limits)
     _legend(figure, dict(enumerate(names)), plot.references, line="", rows=len(labels))
 
 
@@ -358,8 +359,21 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(6))
     ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
-    if len(plot.series) > 1:
+    entries += _draw_references(ax, plot)
+    if len(entries) > 1:
         _place_legend(figure, entries)
+
+
+def _draw_references(ax: Any, plot: Plot) -> list[Any]:
+    """Across the axis of values, which ends at the plot's limits; those that have names."""
+    dashes = (DASHES[1 + number % 3] for number in range(len(plot.references)))
+    lines = [
+        ax.axhline(place, linewidth=1.1, linestyle=dash, zorder=0.5, label=short(name, 40))
+        for dash, (name, place) in zip(dashes, plot.references.items(), strict=True)
+    ]
+    low, high = plot.limits
+    ax.set_ylim(bottom=low, top=high)
+    return [line for line, name in zip(lines, plot.references, strict=True) if name]
 
 
 # Of a point's name: points on paper from it, and how the text lies there.
@@ -400,10 +414,9 @@ def _draw_frontier(figure: Any, plot: Plot) -> None:
                 bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 0.5},
             )  # fmt: skip
             name.set_in_layout(False)  # its place follows from the layout
-    for number, place in enumerate(plot.references.values()):
-        ax.axhline(place, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
     ax.grid()
     ax.margins(x=0.16, y=0.14)
+    _draw_references(ax, plot)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(5))
     if plot.unit == "bytes":
