@@ -249,6 +249,8 @@ def _text_rows(path: Path) -> arrow_sets.Rows:
 def _csv_rows(path: Path, lines: Iterable[str]) -> arrow_sets.Rows:
     """The first line names the columns; a cell is text, an empty one null."""
     reader = csv.DictReader(lines)
+    if twice := {n for n in reader.fieldnames or () if (reader.fieldnames or []).count(n) > 1}:
+        raise InputError(f"{path}, line 1: {', '.join(sorted(twice))}: the column is there twice")
     for row in reader:
         place = f"{path}, line {reader.line_num}"
         if None in row:

@@ -213,7 +213,8 @@ def _benchmarks(settings: Any) -> Iterator[Input]:
             part = any(_is_data_set_here(s.dataset, s.name, s.split) for s in sources)
             here[dataset] = here.get(dataset, True) and part
     for dataset, all_here in here.items():
-        yield Input("data", dataset, all_here)
+        fetch = f"not in the cache; `hf download --repo-type dataset {dataset}` fetches it"
+        yield Input("data", dataset, all_here, download="" if all_here else fetch)
 
 
 def _sources(name: str, settings: Any) -> "Iterator[SourceSettings]":

@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
@@ -305,7 +306,12 @@ def models_in(annotation: Any) -> "Iterator[type[BaseModel]]":
 
 
 def nested_key(settings_class: "type[BaseModel]", key: str) -> str | None:
-    """`train.rank` for `rank`, where settings that are nested in these have that key."""
+    """`train.rank` for `rank`, where settings that are nested in these have that key, but for those
+    that the outer command sets itself; None also where a key of their own is all but this one.
+    """
+    own = list(settings_class.model_fields)
+    if key in {"model", "data", *PLACES} or get_close_matches(key, own, 1, cutoff=0.85):
+        return None
     outer = (
         name
         for name, field in settings_class.model_fields.items()

@@ -269,6 +269,9 @@ def test_columns_of_csv_are_keys_of_rows(tmp_path: Path) -> None:
         (f"{file}, line 3", {"prompt": 'a, "b"\nc', "completion": "d", "system": None}),
         (f"{file}, line 4", {"prompt": "e", "completion": "f", "system": "g"}),
     ]
+    file.write_text("prompt,prompt,completion\na,b,c\n")
+    with pytest.raises(InputError, match="line 1: prompt: the column is there twice"):
+        [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows]
     file.write_text("prompt,completion\na,b\nc,d,e\n")
     with pytest.raises(InputError, match=r"rows\.csv, line 3: more cells than the 2 columns"):
         [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows]

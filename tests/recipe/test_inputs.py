@@ -22,7 +22,10 @@ def test_a_data_set_of_two_tasks_is_here_where_both_their_parts_are(
     monkeypatch.setattr(inputs, "_is_data_set_here", lambda dataset, name, split: name in here)
     for tasks in (ARC, ARC[::-1]):
         (found,) = inputs_of("eval", EvalSettings(tasks=tasks))
-        assert found == Input("data", "allenai/ai2_arc", " " in here)
+        assert (found.key, found.path, found.here) == ("data", "allenai/ai2_arc", " " in here)
+        assert ("hf download --repo-type dataset allenai/ai2_arc" in found.words) == (
+            not found.here
+        )
 
 
 def test_rows_to_train_on_are_listed_as_they_are_read(work_dir: Path) -> None:

@@ -35,7 +35,7 @@ from mlxstacks.data import (
     train_data_settings,
 )
 from mlxstacks.data.chat import prompt_tokens
-from mlxstacks.data.examples import turns_of
+from mlxstacks.data.examples import Example, turns_of
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import batches_of, evaluate_mean_loss, evaluate_row_losses
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
@@ -60,9 +60,16 @@ from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.psn.report import concluded
 from mlxstacks.studies.psn.settings import PsnBlocksSettings
-from mlxstacks.studies.psn.stacks import CELLS, Progress, Say, SeedStudy, pretrained
+from mlxstacks.studies.psn.stacks import (
+    CELLS,
+    Progress,
+    Say,
+    SeedStudy,
+    pretrained,
+    stack_settings,
+)
 from mlxstacks.studies.stack.plan import data_root, listed_domains
-from mlxstacks.studies.train.pretrain import texts_of
+from mlxstacks.studies.train.pretrain import new_config, texts_of
 from mlxstacks.studies.train.setup import SaveTimer
 from mlxstacks.study.engine import run_study
 from mlxstacks.study.result import Result
@@ -71,7 +78,7 @@ from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.initial import set_initial_weights
 from mlxstacks.training.loop import load_state, new_state, save_state, train
 from mlxstacks.training.modes import evaluating
-from mlxstacks.training.settings import OptimizerSettings, StackRunSettings
+from mlxstacks.training.settings import OptimizerSettings
 from mlxstacks.training.step import cross_entropy_loss, random_key
 from mlxstacks.training.tokenizer import train_tokenizer
 
@@ -88,6 +95,7 @@ FORMATS_OF = {
     "math": r"[\s\S]*(?:<<[^<>\n]*=[^<>\n]*>>|#### ?-?\d)",
 }
 """Domain -> what an answer in its format matches from its beginning on."""
+PROBE = 16  # tokens
 ROUTED, SEARCHED, MIXED = 120, 24, 12
 """Prompts of each domain that the router is trained on, those of them whose outcome is searched,
 and prompts of each pair of domains."""
@@ -116,11 +124,41 @@ class _Blocks(SeedStudy):
     def data_of(self) -> dict[str, TrainDataSettings]:
         return {**super().data_of(), **domain_data(self.settings)}
 
+    def planned(self) -> Result:
+        """Raises: InputError: what would end a run after a base is trained."""
+        settings, pretrain = self.settings, self.settings.pretrain
+        if pretrain.max_seq_length < PROBE:
+            raise InputError(f"pretrain.max_seq_length: at least {PROBE}")
+        for name, about in self.data_of().items():
+            data = read_train_data(about, Path())
+            if not data.validation:
+                raise InputError(f"{name}: no row is held out; give more rows, or a `valid` file")
+            if name != "corpus" and not any(_pair_of(example) for example in data.validation):
+                raise InputError(
+                    f"domain {name}: its rows are texts; a router needs prompts and answers"
+                )
+        try:
+            new_block(
+                new_config(pretrain, pretrain.vocab_size), settings.block.num_layers,
+                settings.block.stack, random_key("plan"), partial(set_initial_weights, seed=0),
+            )  # fmt: skip
+        except ValueError as error:
+            raise InputError(f"block: {error}") from None
+        return super().planned()
+
     def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
         return Cell(self.settings, seed, directory, say).run()
 
     def concluded(self, cells: list[dict[str, Any]]) -> dict[str, Any]:
         return concluded(cells)
+
+
+def _pair_of(example: Example) -> tuple[str, str] | None:
+    """Its prompt and its answer; None of a text."""
+    *before, last = turns_of(example.record) or [{}]
+    if not before or last.get("role") != "assistant":
+        return None
+    return "\n".join(turn["content"] for turn in before), last["content"]
 
 
 def _formats(settings: PsnBlocksSettings) -> dict[str, str]:
@@ -131,8 +169,7 @@ def _formats(settings: PsnBlocksSettings) -> dict[str, str]:
 
 def domain_data(settings: PsnBlocksSettings) -> dict[str, TrainDataSettings]:
     """Domain -> where its rows come from; paths are whole ones. Raises: InputError."""
-    names = {"data", "domains", "validation_rows"}
-    listed = StackRunSettings.model_validate(settings.model_dump(include=names))
+    listed = stack_settings(settings)
     root, found = data_root(listed), {}
     for domain in listed_domains(listed):
         assert domain.data is not None
@@ -178,7 +215,8 @@ class Cell:
         about = corpus.model_copy(update={"mask_prompt": False})
         held = stories.validation[: self.settings.validation_rows]
         self.stories = encode_examples(held, self.tokenizer, about, self.longest).rows
-        probe = mx.array([row.tokens[:16] for row in self.stories if len(row.tokens) >= 16][:8])
+        long = [row.tokens for row in self.stories if len(row.tokens) >= PROBE]
+        probe = mx.array([tokens[:PROBE] for tokens in long[:8]])
         before, loss = model(probe), evaluate_mean_loss(model, self.stories)
         self.blocked: BlockedDecoder = attach_blocks(model)
         self.rows = {
@@ -344,12 +382,11 @@ class Cell:
         """Of each domain, and of each pair: two prompts and their answers one after the other."""
         of: dict[str, list[tuple[str, str, str]]] = {}
         for name, data in self.data.items():
-            of[name] = []
-            for example in getattr(data, part)[:count]:
-                *before, last = turns_of(example.record) or [{}]
-                if before and last.get("role") == "assistant":
-                    prompt = "\n".join(turn["content"] for turn in before)
-                    of[name].append((prompt, last["content"], example.row_id))
+            of[name] = [
+                (*pair, example.row_id)
+                for example in getattr(data, part)[:count]
+                if (pair := _pair_of(example))
+            ]
         examples = [
             RouterExample(prompt, answer, (name,), "single", row_id, name)
             for name, rows in of.items()

@@ -11,9 +11,17 @@ from mlxstacks.layers.settings import StackSettings
 from mlxstacks.settings import Force, Resume, Settings
 from mlxstacks.training.settings import Domain, PretrainSettings, StackRunSettings
 
+
+def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if len({*seeds}) < len(seeds):
+        raise ValueError("give each once")
+    return seeds
+
+
 Seeds = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     Field(min_length=1, description="Seeds of all weights and orders. Repeatable."),
+    AfterValidator(_each_once),
 ]
 
 

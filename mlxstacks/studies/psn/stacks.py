@@ -23,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from mlxstacks import base_model
 from mlxstacks.data import TrainDataSettings, data_notes, read_train_data, train_data_settings
@@ -40,7 +40,7 @@ from mlxstacks.studies.stack.plan import listed_domains
 from mlxstacks.studies.stack.setup import StackSetup, set_up
 from mlxstacks.studies.train import pretrain
 from mlxstacks.studies.train.setup import SaveTimer
-from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of
+from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of, problem_of
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
@@ -83,9 +83,17 @@ def run(
     """
     if settings.corpus is None:
         raise InputError("psn stacks needs corpus, the texts of the base")
-    listed = StackRunSettings.model_validate(settings.model_dump(include={"data", "domains"}))
-    listed_domains(listed)
+    listed_domains(stack_settings(settings))
     return run_study(_Stacks(settings, progress), dry_run=dry_run, progress=progress)
+
+
+def stack_settings(settings: BaseModel) -> StackRunSettings:
+    """What says where the rows of domains come from. Raises: InputError."""
+    named = settings.model_dump(include={"data", "domains", "validation_rows"})
+    try:
+        return StackRunSettings.model_validate(named)
+    except ValidationError as error:
+        raise InputError(problem_of(error)) from None
 
 
 def pretrained(

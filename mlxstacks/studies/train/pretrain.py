@@ -68,8 +68,8 @@ def run(
     return train_with(PretrainRun, cast(TrainSettings, settings), dry_run, progress)[1]
 
 
-def new_config(settings: PretrainSettings, tokenizer: Any) -> dict[str, Any]:
-    """The config of a new decoder, as mlx-lm and transformers read it."""
+def new_config(settings: PretrainSettings, vocab_size: int, **special: int) -> dict[str, Any]:
+    """The config of a new decoder, as mlx-lm and transformers read it. special: ids of tokens."""
     width = settings.hidden_size
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width,
@@ -77,9 +77,9 @@ def new_config(settings: PretrainSettings, tokenizer: Any) -> dict[str, Any]:
         "intermediate_size": settings.intermediate_size or 32 * -(-8 * width // 96),
         "num_attention_heads": settings.num_attention_heads,
         "num_key_value_heads": settings.num_attention_heads, "rms_norm_eps": 1e-5,
-        "vocab_size": len(tokenizer), "max_position_embeddings": settings.max_seq_length,
+        "vocab_size": vocab_size, "max_position_embeddings": settings.max_seq_length,
         "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "float32",
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        **special,
     }  # fmt: skip
 
 
@@ -168,7 +168,10 @@ class PretrainRun(TrainRun):
                 if options.tokenizer is None:
                     train_tokenizer(texts_of(data), options.vocab_size, vocabulary)
                 tokenizer = base_model.load_tokenizer(vocabulary)
-                config = new_config(options, tokenizer)
+                config = new_config(
+                    options, len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                    pad_token_id=tokenizer.pad_token_id,
+                )  # fmt: skip
                 model = base_model.build_model(config)
                 set_initial_weights(model, options.seed)
             tokenizer_files = {

@@ -204,5 +204,33 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, data: dict[str, str]) ->
         }))  # fmt: skip
     with pytest.raises(ValueError, match="give NAME=REGEX"):
         PsnBlocksSettings(domains=("code",), formats=("math=x",))
+    with pytest.raises(ValueError, match="give each once"):
+        PsnBlocksSettings(seeds=(0, 0))
+    texts = tmp_path / "rows"
+    texts.mkdir()
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{i}", "completion": "x"} for i in range(9)]
+        write_rows(texts / f"{name}.jsonl", rows)
+    usual: dict[str, Any] = {
+        "corpus": data["stories"], "data": str(texts), "save_path": str(tmp_path / "out"),
+        "pretrain": {"hidden_size": 32}, "validation_rows": 4,
+    }  # fmt: skip
+    for changes, message in (
+        ({"control": "nope"}, "control nope: no domain; there are a, b"),
+        ({"formats": ("c=x",)}, "give NAME=REGEX"),
+        ({"block": {"stack": {"rank": 33}}}, "rank 33; allowed is 1 to 32"),
+        ({"pretrain": {"hidden_size": 32, "max_seq_length": 12}}, "max_seq_length: at least 16"),
+    ):
+        with pytest.raises(InputError, match=message):
+            blocks.run(PsnBlocksSettings.model_validate(usual | changes), dry_run=True)
+    write_rows(texts / "a.jsonl", [{"text": f"{i} x"} for i in range(9)])
+    with pytest.raises(InputError, match="domain a: its rows are texts; a router needs prompts"):
+        blocks.run(PsnBlocksSettings.model_validate(usual), dry_run=True)
+    write_rows(tmp_path / "one.jsonl", [{"text": "0"}])
+    few = usual | {"corpus": str(tmp_path / "one.jsonl")}
+    with pytest.raises(InputError, match="corpus: no row is held out"):
+        blocks.run(PsnBlocksSettings.model_validate(few), dry_run=True)
+    with pytest.raises(InputError, match="no data for nope"):
+        stacks.run(PsnStacksSettings.model_validate(usual | {"domains": ("nope",)}), dry_run=True)
     with pytest.raises(ValueError, match="set by the study"):
         PsnBlocksSettings.model_validate({"pretrain": {"seed": 4}})
