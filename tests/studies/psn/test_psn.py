@@ -230,7 +230,8 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, data: dict[str, str]) ->
     few = usual | {"corpus": str(tmp_path / "one.jsonl")}
     with pytest.raises(InputError, match="corpus: no row is held out"):
         blocks.run(PsnBlocksSettings.model_validate(few), dry_run=True)
+    nowhere = {k: v for k, v in usual.items() if k != "validation_rows"} | {"domains": ("nope",)}
     with pytest.raises(InputError, match="no data for nope"):
-        stacks.run(PsnStacksSettings.model_validate(usual | {"domains": ("nope",)}), dry_run=True)
+        stacks.run(PsnStacksSettings.model_validate(nowhere), dry_run=True)
     with pytest.raises(ValueError, match="set by the study"):
         PsnBlocksSettings.model_validate({"pretrain": {"seed": 4}})
