@@ -25,10 +25,10 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Protocol, get_origin
 
 from pydantic import ValidationError
@@ -42,7 +42,6 @@ from mlxstacks.processes import (
     dealing,
     dealing_over,
     gathered,
-    sent_from,
     size_and_rank,
     wait_for_all,
 )
@@ -61,12 +60,17 @@ from mlxstacks.study.run_directory import (
     what_differs,
     work_path,
 )
+from mlxstacks.study.shared_files import (
+    SETTINGS,
+    SOURCE,
+    STEPS,
+    found_files,
+    listed_files,
+    share_files,
+)
 from mlxstacks.study.write import environment, write_result
 
-STEPS, SETTINGS, SOURCE = "steps.json", "settings.json", "source.json"
 _CHANGED_CODE = "the study's code was changed after its first step; force=True runs all of it again"
-# What comes from other processes, until it is whole; and how much is sent at once.
-_ARRIVED, _PIECE = ".arrived", 1 << 26
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         if planned.plan is not None:
             _keep_plan(work, planned, study.provenance)
         _check_plans(planned)
-        _share(work, study)
+        share_files(work, study.artifacts, study.provenance)
         names, outputs = set[str](), set[str]()
         steps = study.steps(work)
         if steps is None:
@@ -317,13 +321,15 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
             directory.remove()
             return result
         with staged_directory(target, force=settings.force) as staged:
-            kept = [path for path in (work / PLAN, *_found(work, study.artifacts)) if path.exists()]
+            kept = [
+                path for path in (work / PLAN, *found_files(work, study.artifacts)) if path.exists()
+            ]
             directories, files = (
                 [str(path.relative_to(work)) for path in kept if path.is_dir() == is_dir]
                 for is_dir in (True, False)
             )
             keep_parts(work, staged, directories, files)
-            found = _found(staged, study.provenance)
+            found = found_files(staged, study.provenance)
             parts = (part for path in found if path.is_dir() for part in path.rglob("*"))
             sources = {*staged.glob(PLAN), *found, *parts}
             result = write_result(result, staged, target, study.plot_formats, sources)
@@ -348,81 +354,14 @@ def _check_plans(planned: Result) -> None:
 def _run_dealt(steps: Sequence[Step], work: Path, study: Study, plan_sha256: str | None) -> None:
     """The steps of this process; what those of the others left comes as files."""
     size, rank = size_and_rank(dealing())
-    _share(work, study)
-    before = _listed(work, study)
+    share_files(work, study.artifacts, study.provenance)
+    before = listed_files(work, [*study.artifacts, *study.provenance])
     for step in steps[rank::size]:
         run_step(step, work, plan_sha256)
-    _share(work, study, before)
+    share_files(work, study.artifacts, study.provenance, before)
     for step in steps:
         if size > 1 and step.outputs:
             _note_step(step, work, plan_sha256)
-
-
-Listing = Mapping[str, tuple[int, int]]
-
-
-def _listed(work: Path, study: Study) -> Listing:
-    """Files of artifacts and provenance: size and time of the last change, by name."""
-    found = _found(work, [*study.artifacts, *study.provenance])
-    files = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path])]
-    names = {file.relative_to(work): file.stat() for file in files if file.is_file()}
-    return {
-        str(name): (stat.st_size, stat.st_mtime_ns)
-        for name, stat in names.items()
-        if not any(part.startswith(".") for part in name.parts)
-    }
-
-
-def _share(work: Path, study: Study, before: Listing | None = None) -> None:
-    """Files that processes of a group have are sent to those that lack them, or have less of what
-    the result is made from: an answer log grows. Directories appear whole.
-
-    before: only what was changed since then is sent, whatever the others have.
-    """
-    if (group := dealing()) is None:
-        return
-    now, sources = _listed(work, study), {*map(str, _found(work, study.provenance))}
-    own = {
-        name: (size if before is not None or str(work / name) in sources else 0, size)
-        for name, (size, _) in now.items()
-        if before is None or now[name] != before.get(name)
-    }
-    offers = gathered(own, group)
-    arrived = work / _ARRIVED
-    shutil.rmtree(arrived, ignore_errors=True)
-    for name in sorted({name for offer in offers for name in offer}):
-        held = [offer.get(name, (-1, 0)) for offer in offers]
-        worth = [worth for worth, _ in held]
-        owner = worth.index(max(worth))
-        if min(worth) == worth[owner]:
-            continue
-        _, size = held[owner]
-        with ExitStack() as files:
-            source = target = None
-            if group.rank() == owner:
-                source = files.enter_context((work / name).open("rb"))
-            elif worth[group.rank()] < worth[owner]:
-                (arrived / name).parent.mkdir(parents=True, exist_ok=True)
-                target = files.enter_context((arrived / name).open("wb"))
-            for start in range(0, size, _PIECE):
-                count = min(_PIECE, size - start)
-                piece = sent_from(owner, source.read(count) if source else b"", count, group)
-                if target:
-                    target.write(piece)
-    if arrived.exists():
-        sync_tree(arrived)
-        _move_in(arrived, work)
-        shutil.rmtree(arrived)
-
-
-def _move_in(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        there = target / path.name
-        if path.is_dir() and there.is_dir():
-            _move_in(path, there)
-        else:
-            path.replace(there)
-    sync_directory(target)
 
 
 def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
@@ -435,7 +374,7 @@ def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
     settings = {k: v for k, v in planned.settings.items() if k not in PLACES}
     what = f"{planned.kind} results"
     try:
-        keep_plan(work / PLAN, planned.plan, what, _found(work, provenance))
+        keep_plan(work / PLAN, planned.plan, what, found_files(work, provenance))
     except OtherRunError as error:
         try:
             before = read_object((work / SETTINGS).read_bytes())
@@ -444,20 +383,6 @@ def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
         check_same(work, f"{what} with other settings", before, settings)
         raise
     write_json(work / SETTINGS, settings)
-
-
-def _found(directory: Path, patterns: Sequence[str]) -> list[Path]:
-    """Files and directories that patterns name, but those of the engine; a name finds itself."""
-    found: list[Path] = []
-    for pattern in patterns:
-        exact = directory / pattern
-        found += [exact] if exact.exists() else sorted(directory.glob(pattern))
-    return list(dict.fromkeys(path for path in found if not _is_own(path.relative_to(directory))))
-
-
-def _is_own(path: PurePath) -> bool:
-    own = (PLAN, SETTINGS, STEPS, SOURCE, IDENTITY)
-    return path.parts[0].startswith(".") or str(path) in own
 
 
 def main(
@@ -550,12 +475,12 @@ def _check_patterns(work: Path, study: Study) -> None:
         return
     for of in ("artifacts", "provenance"):
         for pattern in getattr(study, of):
-            if not _found(work, [pattern]):
+            if not found_files(work, [pattern]):
                 raise InputError(
                     f"{of}: no step left a {pattern}; nothing is lost, it lies in {work}"
                 )
-    kept = _found(work, study.artifacts)
-    for path in _found(work, study.provenance):
+    kept = found_files(work, study.artifacts)
+    for path in found_files(work, study.provenance):
         if not {path, *path.parents} & {*kept}:
             name = path.relative_to(work)
             raise InputError(f"provenance: {name} would not be kept; name it in artifacts too")
@@ -563,7 +488,7 @@ def _check_patterns(work: Path, study: Study) -> None:
 
 def _left_behind(work: Path, study: Study) -> list[str]:
     """A note of what steps left and artifacts do not name."""
-    kept = {*_found(work, study.artifacts)}
+    kept = {*found_files(work, study.artifacts)}
     names = [name for written in _record(work).values() for name in written["sha256"]]
     lost = [name for name in names if not {work / name, *(work / name).parents} & kept]
     return [f"Not kept, for artifacts do not name it: {', '.join(lost)}."] if lost else []

@@ -54,7 +54,7 @@ def test_ones_own_file_is_read_with_its_data(tmp_path: Path) -> None:
     task = file.build(tmp_path)
     assert task.doc_to_text(task.eval_docs[0]) == "q"
     assert task.doc_to_target(task.eval_docs[1]) == 1
-    with pytest.raises(InputError, match=r"rows\.jsonl: no such file, which mine\.yaml asks for"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: no such file; mine\.yaml reads it"):
         file.read_rows(tmp_path / "tasks")
     wrong = write_task(tmp_path / "wrong", doc_to_text="{{nothing}}")
     file = read_task_file("mine", wrong)
