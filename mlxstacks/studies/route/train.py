@@ -126,16 +126,14 @@ def run(
         target, force=settings.force, needed_bytes=nbytes, inputs=[store.path]
     ) as staged:
         data["router_sha256"] = write_router(staged / ROUTER_FILE, tensors, header)
+        if settings.install:  # before the target is there, by which the command counts as done
+            if store.manifest.router is not None:
+                undo = command_line("mlxstacks stacks undo", str(store.path))
+                note = f"It replaced the store's router; `{undo}` brings that back."
+                result = result.model_copy(update={"notes": (*result.notes, note)})
+            with store.change("route train", domains=list(trained.domains)) as change:
+                data["installed"] = change.set_router(tensors, header).sha256
         result = write_result(_concluded(result, data), staged, target)
-    if settings.install:
-        if store.manifest.router is not None:
-            undo = command_line("mlxstacks stacks undo", str(store.path))
-            note = f"It replaced the store's router; `{undo}` brings that back."
-            result = result.model_copy(update={"notes": (*result.notes, note)})
-        with store.change("route train", domains=list(trained.domains)) as change:
-            data["installed"] = change.set_router(tensors, header).sha256
-        # Again, and after the store: it says what the store has, and is newer than it.
-        result = write_result(_concluded(result, data), target, target, sources=())
     return result
 
 
