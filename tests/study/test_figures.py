@@ -276,3 +276,20 @@ def test_names_that_are_too_long_end_in_dots_and_others_stay() -> None:
     first, second = (text.get_text() for text in ax.get_yticklabels())
     assert second == "short"
     assert first == f"{NAMES[0][: LONGEST_TICK - 1]}\u2026"
+
+
+@pytest.mark.parametrize("kind", ["lines", "points", "series", "frontier", "intervals"])
+def test_references_and_limits_are_drawn(kind: str) -> None:
+    placed, named = kind in ("lines", "points", "frontier"), kind not in ("lines", "points")
+    plot = plot_of(
+        kind, [Series(label="a", x=(0.0, 1.0) if placed else (), y=(2.0, 1.0))],
+        categories=("u", "v") if named else (), references={"chance": 1.5}, limits=(0.0, 4.0),
+    )  # fmt: skip
+    figure = figure_of(plot)
+    (ax,) = figure.axes
+    limits = ax.get_ylim() if placed else ax.get_xlim()
+    assert limits == (0.0, 4.0)
+    ends = [line.get_ydata() if placed else line.get_xdata() for line in ax.lines]
+    assert any([*map(float, end)] == [1.5, 1.5] for end in ends)
+    legends = [*figure.legends, *filter(None, [ax.get_legend()])]
+    assert "chance" in [text.get_text() for legend in legends for text in legend.get_texts()]
