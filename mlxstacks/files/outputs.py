@@ -52,6 +52,7 @@ from mlxstacks.resources import NAMES, resource_dir
 
 # Settings that say where a run writes and how it goes on, not what comes of it.
 PLACES = {"force", "save_path", "resume"}
+STORE_LOCK = ".lock"
 MARK = ".mlxstacks.json"
 _WRITER = "mlxstacks"
 _MOST_BYTES = 64_000_000
@@ -112,13 +113,14 @@ def check_replaceable(target: Path, owned: Owned = listed_entries) -> None:
             "replaced, not with --force either; choose another target, or look at it and remove it "
             "yourself"
         )
-    others = [path for path in entries(target) if path not in ours]
+    # a store in it that was changed since has a lock
+    others = [p for p in entries(target) if p not in ours and os.path.basename(p) != STORE_LOCK]
     # of a directory that is not ours, not what lies in it as well
     others = [path for path in others if os.path.dirname(path) not in others]
     if others:
         raise TargetError(
-            f"{target}: holds {_listed(others)}, which mlxstacks did not write there, so --force "
-            "does not replace it; move that elsewhere, or choose another target"
+            f"{target}: holds {_listed(others)}, not written there by mlxstacks: --force does not "
+            "replace it; move that elsewhere, or choose another target"
         )
 
 

@@ -21,7 +21,7 @@ import filelock
 from mlxstacks.errors import CheckpointError, InputError, StoreError
 from mlxstacks.files.disk import require_space, sync_directory, target_errors, write_all
 from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, parse_manifest
-from mlxstacks.files.outputs import refuse_built_in
+from mlxstacks.files.outputs import STORE_LOCK, refuse_built_in
 from mlxstacks.files.router_file import REPAIR as ROUTER_REPAIR
 from mlxstacks.files.shards import open_regular
 from mlxstacks.files.stack_file import REPAIR as STACK_REPAIR
@@ -30,7 +30,7 @@ from mlxstacks.files.strict_json import MAX_JSON_BYTES
 MANIFEST = "manifest.json"
 # The manifest before the last change.
 PREVIOUS = "previous.json"
-LOCK = ".lock"
+LOCK = STORE_LOCK
 LOG = "log.jsonl"
 LOCATION = "base.json"
 # Of the last training; study.document names the first too. Before 0.2 it was the last of them.

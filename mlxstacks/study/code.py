@@ -133,9 +133,11 @@ def _own_spec(name: str) -> Any:
 
 def _loaded_digest(path: Path, module: Any, is_new: bool) -> str:
     now, spec = file_sha256(path)[:16], getattr(module, "__spec__", None)
-    loaded, digest, _ = _LOADED.get(path, (None, "", 0))
-    if path not in _LOADED or loaded is not spec:
-        _LOADED[path] = spec, now, next(_reloads) if path in _LOADED else 0
+    loaded, digest, number = _LOADED.get(path, (None, "", 0))
+    if path not in _LOADED or loaded is not spec or _loads_by_itself():
+        # a module that nothing had imported yet has no spec
+        again = loaded is not None and loaded is not spec
+        _LOADED[path] = spec, now, next(_reloads) if again else number
         return now
     if is_new and module is not None and now != digest:
         raise InputError(
@@ -143,6 +145,13 @@ def _loaded_digest(path: Path, module: Any, is_new: bool) -> str:
             f"importlib.reload({module.__name__}), or restart"
         )
     return digest
+
+
+def _loads_by_itself() -> bool:
+    """Whether IPython's autoreload is on, which changes modules in place."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    loaded = getattr(getattr(shell, "extension_manager", None), "loaded", ())
+    return any("autoreload" in name for name in loaded)
 
 
 def _is_former(value: FunctionType | type) -> bool:

@@ -65,6 +65,7 @@ from mlxstacks.study.shared_files import (
     SOURCE,
     STEPS,
     found_files,
+    is_own,
     listed_files,
     share_files,
 )
@@ -284,6 +285,8 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         _check_plans(planned)
         share_files(work, study.artifacts, study.provenance)
         names, outputs = set[str](), set[str]()
+        if all(is_own(path.relative_to(work)) for path in work.iterdir()):  # nothing is kept
+            (work / SOURCE).unlink(missing_ok=True)
         steps = study.steps(work)
         if steps is None:
             raise TypeError("steps gave None; yield its steps")
@@ -292,7 +295,9 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
                 _check_new(step, names, outputs)
                 if progress and isinstance(study, OwnStudy):
                     progress(0, 1, step.name)
-                run_step(step, work, planned.plan_sha256)
+                if not step.outputs:
+                    _note_source(work, study)
+                run_step(step, work, planned.plan_sha256, keeps_all=isinstance(study, OwnStudy))
             else:
                 _run_dealt(step, work, study, planned.plan_sha256)
             _note_source(work, study)
@@ -498,8 +503,12 @@ def _input_sha256(path: str | Path) -> str:
     """Of a file, or of the files of a directory. Raises: InputError: nothing is there."""
     given = user_path(path)
     if given.is_dir():
-        files = sorted(file for file in given.rglob("*") if file.is_file())
-        return json_sha256({str(file.relative_to(given)): file_sha256(file) for file in files})
+        files = {str(file.relative_to(given)): file for file in given.rglob("*") if file.is_file()}
+        return json_sha256({
+            name: file_sha256(file)
+            for name, file in sorted(files.items())
+            if not any(part[0] == "." or part == "__pycache__" for part in Path(name).parts)
+        })  # fmt: skip
     if not given.is_file():
         raise InputError(f"inputs: {path}: no such file or directory")
     return file_sha256(given)
@@ -594,18 +603,19 @@ def _finished(planned: Result, concluded: Result, seconds: float | None) -> Resu
     )
 
 
-def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
-    """Run a step whose outputs are not there yet. Raises: InputError for one that was changed, or
-    that the step did not leave.
+def run_step(step: Step, work: Path, plan_sha256: str | None, *, keeps_all: bool = False) -> None:
+    """Run a step whose outputs are not there yet. keeps_all: what it left besides is kept, too.
+
+    Raises: InputError for one that was changed, or that the step did not leave.
     """
     if not step.outputs:
         step.run(work)
         return
     record = _record(work)
     if (written := record.get(step.name)) is not None:
-        digests = {
-            name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()
-        }
+        noted = written.get("sha256") if isinstance(written, dict) else None
+        known = {*step.outputs, *(noted if isinstance(noted, dict) else ())}
+        digests = {name: file_sha256(work / name) for name in known if (work / name).is_file()}
         if written != {"plan_sha256": plan_sha256, "sha256": digests}:
             raise InputError(
                 f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed "
@@ -622,12 +632,14 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
             names = ", ".join(directories)
             raise InputError(f"step {step.name}: outputs are files; name those in {names}")
         raise InputError(f"step {step.name} left no {', '.join(missing)}")
-    for name in step.outputs:
+    files = [path for path in scratch.rglob("*") if path.is_file()] if keeps_all else []
+    left = [*dict.fromkeys((*step.outputs, *(str(f.relative_to(scratch)) for f in sorted(files))))]
+    for name in left:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).replace(work / name)
         sync_directory((work / name).parent)
     shutil.rmtree(scratch)
-    _note_step(step, work, plan_sha256)
+    _note_step(step, work, plan_sha256, left)
 
 
 def _record(work: Path) -> dict[str, Any]:
@@ -638,8 +650,8 @@ def _record(work: Path) -> dict[str, Any]:
         raise InputError(f"{work / STEPS}: damaged ({error}); --no-resume begins again") from None
 
 
-def _note_step(step: Step, work: Path, plan_sha256: str | None) -> None:
-    digests = {name: file_sha256(work / name) for name in step.outputs}
+def _note_step(step: Step, work: Path, plan_sha256: str | None, names: Sequence[str] = ()) -> None:
+    digests = {name: file_sha256(work / name) for name in names or step.outputs}
     write_json(
         work / STEPS, {**_record(work), step.name: {"plan_sha256": plan_sha256, "sha256": digests}}
     )

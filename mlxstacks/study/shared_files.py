@@ -21,10 +21,11 @@ def found_files(directory: Path, patterns: Sequence[str]) -> list[Path]:
     for pattern in patterns:
         exact = directory / pattern
         found += [exact] if exact.exists() else sorted(directory.glob(pattern))
-    return list(dict.fromkeys(path for path in found if not _is_own(path.relative_to(directory))))
+    return list(dict.fromkeys(path for path in found if not is_own(path.relative_to(directory))))
 
 
-def _is_own(path: PurePath) -> bool:
+def is_own(path: PurePath) -> bool:
+    """Whether a path in a work directory is the engine's."""
     own = (PLAN, SETTINGS, STEPS, SOURCE, IDENTITY)
     return path.parts[0].startswith(".") or str(path) in own
 

@@ -1,8 +1,9 @@
 """Settings of the trainer core, of `train` and of `stack`. Imports neither mlx nor numpy."""
 
+import json
 import math
 import re
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -476,12 +477,15 @@ class DomainSettings(Settings):
     layers: LayersText | None = Field(None, description="layers that its stacks are put on")
 
 
+def _as_domain(value: Any) -> Any:
+    """Of a name, or of `{"name": ..., "data": ...}` as the command line gives it."""
+    if not isinstance(value, str):
+        return value
+    return json.loads(value) if value.startswith("{") else {"name": value}
+
+
 Domain = Annotated[
-    DomainSettings,
-    BeforeValidator(
-        lambda value: {"name": value} if isinstance(value, str) else value,
-        json_schema_input_type=DomainSettings | str,
-    ),
+    DomainSettings, BeforeValidator(_as_domain, json_schema_input_type=DomainSettings | str)
 ]
 
 

@@ -64,7 +64,7 @@ def test_force_names_what_lies_beside_ours(tmp_path: Path) -> None:
     (target / "notes" / "of" / "mine").write_text("x")
     (target / "link").symlink_to(tmp_path)
     (target / ".DS_Store").touch()  # macOS puts it anywhere
-    message = r"holds link, notes, which mlxstacks did not write there.* move that elsewhere"
+    message = r"holds link, notes, not written there by mlxstacks.* move that elsewhere"
     with pytest.raises(TargetError, match=message):
         build(target, force=True)
     assert (target / "notes" / "of" / "mine").exists()

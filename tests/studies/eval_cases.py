@@ -94,6 +94,7 @@ class FakeArms:
 def use(patch: pytest.MonkeyPatch, arms: FakeArms) -> FakeArms:
     """Let runs ask these arms; nothing of a model is looked at."""
     patch.setattr(eval_run, "open_arms", arms)
+    patch.setattr(eval_run, "check_arms_fit", lambda settings, names: None)
     patch.setattr(eval_run, "hashes_of", lambda settings, names, recorded: dict(HASHES))
     patch.setattr(eval_run, "check_places", lambda settings: [])
     patch.setattr(eval_run, "is_published_model", lambda settings: arms.is_published_model)

@@ -595,3 +595,67 @@ def test_constants_of_a_module_that_is_loaded_again_belong_to_the_code(
         code_digests(kind, OwnStudy, is_new=True)
     kind = importlib.reload(sys.modules["own_rated"]).Own
     assert code_digests(kind, OwnStudy, is_new=True) != before
+
+
+def test_an_import_inside_a_function_is_no_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_late.py").write_text("def late(): return 7\n")
+    (tmp_path / "own_first.py").write_text(
+        "from mlxstacks.study.engine import OwnStudy\nclass Own(OwnStudy):\n"
+        " def f(self):\n  from own_late import late\n  return late()\n"
+    )
+    importlib.invalidate_caches()
+    kind = importlib.import_module("own_first").Own
+    before = code_digests(kind, OwnStudy, is_new=True)
+    assert kind.f(None) == 7
+    assert code_digests(kind, OwnStudy, is_new=True) == before
+
+
+def test_code_that_was_changed_within_a_log_makes_a_result_exploratory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step without outputs keeps what it has done; code that kept nothing does not count."""
+    code = [""]
+    monkeypatch.setattr(Quick, "artifacts", ("log",))
+    monkeypatch.setattr(Quick, "provenance", ("log",))
+    monkeypatch.setattr(engine, "code_digests", lambda *_, **__: {"s.py": code[0]})
+
+    def log(self: Any, work: Path) -> Any:
+        def add(work: Path) -> None:
+            if code[0] != "kept nothing":
+                (work / "log").write_text("1")
+            if code[0] != "new":
+                raise KeyboardInterrupt
+
+        yield Step("log", add)
+
+    monkeypatch.setattr(Quick, "steps", log)
+    monkeypatch.setattr(
+        Quick, "conclude", lambda self, work: self.result(outcome="none", verdict="Nothing.")
+    )
+    for code[0] in ("kept nothing", "old"):
+        with pytest.raises(KeyboardInterrupt):
+            run_study(study(tmp_path))
+    code[0] = "new"
+    assert run_study(study(tmp_path)).standing.status == "exploratory"
+    assert json.loads((tmp_path / "coin" / "result.json").read_text())["standing"]["reasons"]
+
+
+def test_what_a_step_leaves_besides_its_outputs_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(directory: Path) -> None:
+        _leave("a.json", directory)
+        (directory / "logs").mkdir()
+        _leave("logs/b.json", directory)
+
+    monkeypatch.setattr(Quick, "steps", lambda self, work: [Step("a", both, ("a.json",))])
+    monkeypatch.setattr(
+        Quick, "conclude", lambda self, work: self.result(outcome="none", verdict="Nothing.")
+    )
+    for of in ("artifacts", "provenance"):
+        monkeypatch.setattr(Quick, of, ("a.json", "logs/*"))
+    result = run_study(study(tmp_path))
+    assert {*result.provenance} == {"plan.json", "a.json", "logs/b.json"}

@@ -18,6 +18,7 @@ from mlxstacks.data.arrow_sets import is_saved_set
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.data.sources import NotCachedError, OpenSource, open_source
 from mlxstacks.errors import InputError
+from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import has_shape_of, in_hub_cache, may_be_hub_id, resolve_model
@@ -493,6 +494,19 @@ def check_places(settings: ArmSettings) -> list[str]:
     if missing:
         raise InputError("\n".join([*elsewhere, *missing]))
     return elsewhere
+
+
+def check_arms_fit(settings: ArmSettings, arms: Sequence[str]) -> None:
+    """Raises: AdapterError, StoreError: adapter or store are of another model; InputError: one
+    is not there.
+    """
+    if settings.model is None:
+        return
+    if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
+        adapter = read_adapter(user_path(settings.adapter_path), stream=True)
+        match_adapter(adapter, open_checkpoint(resolve_model(settings.model)), allow_base=True)
+    if settings.store_path is not None and {"ungated", "routed", *NEED_LABELS} & {*arms}:
+        find_base(Store.open(settings.store_path), settings.model)
 
 
 def hashes_of(

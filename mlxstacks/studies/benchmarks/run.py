@@ -40,6 +40,7 @@ from mlxstacks.studies.benchmarks.arms import ModelArm, open_arms
 from mlxstacks.studies.benchmarks.items import (
     AskedTask,
     ask_all,
+    check_arms_fit,
     check_places,
     data_of,
     hashes_of,
@@ -160,6 +161,7 @@ class _Evaluation(Study):
             return self._glance()
         settings = self.settings
         self._ask(check_places(settings))
+        check_arms_fit(settings, self.arms)
         plan = work_path(user_path(str(settings.save_path))) / PLAN
         recorded = recorded_fingerprint(plan, "hashes", "model", resume=settings.resume)
         self.hashes: Mapping[str, str] = hashes_of(settings, self.arms, recorded)
@@ -190,7 +192,9 @@ class _Evaluation(Study):
         asked, problems = ask_all(settings, settings.own_tasks)
         if problems and not asked and settings.data and user_path(settings.data).exists():
             raise InputError("\n".join([*problems, _NAME_TASKS]))
-        asked, _ = with_arms(settings, asked)
+        asked, arms = with_arms(settings, asked)
+        if settings.model is not None and user_path(settings.model).is_dir():
+            check_arms_fit(settings, arms)
         notes = [f"Not read: {problem}" for problem in problems]
         if settings.limit is not None:
             notes.append(f"--limit {settings.limit}: a quick look, and its result is exploratory.")

@@ -133,8 +133,7 @@ def run(
                 result = result.model_copy(update={"notes": (*result.notes, note)})
             with store.change("route train", domains=list(trained.domains)) as change:
                 data["installed"] = change.set_router(tensors, header).sha256
-        result = write_result(_concluded(result, data), staged, target)
-    return result
+        return write_result(_concluded(result, data), staged, target)
 
 
 def _as_discovered(

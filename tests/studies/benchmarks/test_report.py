@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import AdapterError, InputError, StoreError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
 from mlxstacks.studies.benchmarks import items
@@ -27,7 +27,7 @@ from mlxstacks.study.render.words import format_cell
 from tests.studies.eval_cases import HASHES, outcomes_of
 from tests.studies.eval_cases import outcome as outcome_of
 from tests.studies.train_cases import write_tiny_model
-from tests.tiny_models import random_adapter
+from tests.tiny_models import random_adapter, write_llama
 
 SETTINGS = EvalSettings(model="m")
 
@@ -221,6 +221,17 @@ def test_all_that_arms_are_made_from_is_hashed(tmp_path: Path) -> None:
     Store.create(store, "/nowhere/at/all", "c" * 64)
     with pytest.raises(InputError, match=r"its base /nowhere/at/all .* is not found here"):
         items.hashes_of(of_the_store, ("base",))
+
+
+def test_an_adapter_or_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = write_tiny_model(tmp_path / "a"), write_llama(tmp_path / "b", bits=None)
+    adapter = random_adapter(other, keys=["self_attn.q_proj"], directory=tmp_path / "adapter")
+    Store.create(tmp_path / "store", other.name, fingerprint(open_checkpoint(other)))
+    places = {"adapter_path": str(adapter), "store_path": str(tmp_path / "store")}
+    for key, arms in (("adapter_path", ("adapter",)), ("store_path", ("routed",))):
+        items.check_arms_fit(ArmSettings(**{key: places[key], "model": str(other)}), arms)
+        with pytest.raises((AdapterError, StoreError)):
+            items.check_arms_fit(ArmSettings(**{key: places[key], "model": str(model)}), arms)
 
 
 def test_power_shares_alpha_among_the_tests() -> None:
