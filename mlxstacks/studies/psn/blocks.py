@@ -39,7 +39,6 @@ from mlxstacks.data.examples import Example, turns_of
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import batches_of, evaluate_mean_loss, evaluate_row_losses
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import StackRecord
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import MANIFEST
@@ -65,10 +64,9 @@ from mlxstacks.studies.psn.stacks import (
     Progress,
     Say,
     SeedStudy,
+    domain_data,
     pretrained,
-    stack_settings,
 )
-from mlxstacks.studies.stack.plan import data_root, listed_domains
 from mlxstacks.studies.train.pretrain import new_config, texts_of
 from mlxstacks.studies.train.setup import SaveTimer
 from mlxstacks.study.engine import run_study
@@ -108,7 +106,8 @@ def run(
 
     Raises: InputError: no corpus, fewer than two domains, or one without data.
     """
-    if settings.corpus is None or len(names := [*domain_data(settings)]) < 2:
+    names = [*domain_data(settings, settings.validation_rows)]
+    if settings.corpus is None or len(names) < 2:
         raise InputError("psn blocks needs corpus, the texts of the base, and two domains or more")
     try:
         settings.check_domains(names)
@@ -122,7 +121,7 @@ class _Blocks(SeedStudy):
     artifacts = (f"{CELLS}/*.json", f"{CELLS}/*/store", f"{CELLS}/*/base/*")
 
     def data_of(self) -> dict[str, TrainDataSettings]:
-        return {**super().data_of(), **domain_data(self.settings)}
+        return {**super().data_of(), **domain_data(self.settings, self.settings.validation_rows)}
 
     def planned(self) -> Result:
         """Raises: InputError: what would end a run after a base is trained."""
@@ -167,27 +166,12 @@ def _formats(settings: PsnBlocksSettings) -> dict[str, str]:
     }
 
 
-def domain_data(settings: PsnBlocksSettings) -> dict[str, TrainDataSettings]:
-    """Domain -> where its rows come from; paths are whole ones. Raises: InputError."""
-    listed = stack_settings(settings)
-    root, found = data_root(listed), {}
-    for domain in listed_domains(listed):
-        assert domain.data is not None
-        about = domain.data.model_dump(exclude_unset=True)
-        for source in about["sources"]:
-            if source.get("path"):
-                source["path"] = str(root / user_path(source["path"]))
-        about["validation_rows"] = settings.validation_rows
-        found[domain.name] = TrainDataSettings.model_validate(about)
-    return found
-
-
 class Cell:
     """One seed: base, blocks, router and what is measured of them."""
 
     def __init__(self, settings: PsnBlocksSettings, seed: int, directory: Path, say: Say) -> None:
         self.settings, self.seed, self.directory, self.say = settings, seed, directory, say
-        self.about = domain_data(settings)
+        self.about = domain_data(settings, settings.validation_rows)
         self.names = list(self.about)
         self.control = settings.control or self.names[0]
         self.parts = 2 * len(self.names) + 4

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ValidationError
 from mlxstacks import base_model
 from mlxstacks.data import TrainDataSettings, data_notes, read_train_data, train_data_settings
 from mlxstacks.errors import InputError
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import PLACES, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256, read_object
@@ -36,7 +37,7 @@ from mlxstacks.layers.stack_files import SharedPairs, parts_of
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.psn.settings import PsnStacksSettings
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.studies.stack.plan import listed_domains
+from mlxstacks.studies.stack.plan import data_root, listed_domains
 from mlxstacks.studies.stack.setup import StackSetup, set_up
 from mlxstacks.studies.train import pretrain
 from mlxstacks.studies.train.setup import SaveTimer
@@ -83,17 +84,25 @@ def run(
     """
     if settings.corpus is None:
         raise InputError("psn stacks needs corpus, the texts of the base")
-    listed_domains(stack_settings(settings))
     return run_study(_Stacks(settings, progress), dry_run=dry_run, progress=progress)
 
 
-def stack_settings(settings: BaseModel) -> StackRunSettings:
-    """What says where the rows of domains come from. Raises: InputError."""
-    named = settings.model_dump(include={"data", "domains", "validation_rows"})
+def domain_data(settings: BaseModel, validation_rows: int) -> dict[str, TrainDataSettings]:
+    """Domain -> where its rows come from; paths are whole ones. Raises: InputError."""
     try:
-        return StackRunSettings.model_validate(named)
+        listed = StackRunSettings.model_validate(settings.model_dump(include={"data", "domains"}))
     except ValidationError as error:
         raise InputError(problem_of(error)) from None
+    root, found = data_root(listed), {}
+    for domain in listed_domains(listed):
+        assert domain.data is not None
+        about = domain.data.model_dump(exclude_unset=True)
+        for source in about["sources"]:
+            if source.get("path"):
+                source["path"] = str(root / user_path(source["path"]))
+        about["validation_rows"] = validation_rows
+        found[domain.name] = TrainDataSettings.model_validate(about)
+    return found
 
 
 def pretrained(
@@ -184,6 +193,10 @@ def _in_words(value: Any) -> str:
 
 class _Stacks(SeedStudy):
     about = ABOUT
+
+    def data_of(self) -> dict[str, TrainDataSettings]:
+        of_domains = domain_data(self.settings, self.settings.stack.validation_rows)
+        return {**super().data_of(), **of_domains}
 
     def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
         settings = self.settings
