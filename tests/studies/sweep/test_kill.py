@@ -62,7 +62,7 @@ def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
     chance = random.Random(0)
     for number in campaign(100, usual=1):
         process = start("sweep", settings.model_dump_json())
-        time.sleep(chance.uniform(0, duration))
+        process.join(chance.uniform(0, duration))
         kill(process)
         if killed.exists():
             assert adapters(killed) == adapters(whole)
