@@ -6,8 +6,9 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from importlib.util import find_spec, resolve_name
-from itertools import count
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
+from itertools import accumulate, count
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -48,9 +49,9 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
         files[str(name)] = _loaded_digest(path, module, is_new)
         for imported, is_copied in _imports(path, package):
             spec = _own_spec(imported)
-            if spec is None or spec.origin is None:
+            if spec is None:
                 continue
-            source = Path(spec.origin).absolute()
+            source = Path(str(spec.origin)).absolute()
             follow_file(source, imported, spec.parent or "")
             if is_new and is_copied and _LOADED[source][2] > _LOADED[path][2]:
                 raise InputError(
@@ -95,9 +96,8 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
 
     follow(kind.__mro__[: kind.__mro__.index(until)])
     if cells:
-        files[f"code of {kind.__name__}"] = sha256("\n".join(sorted(cells)).encode()).hexdigest()[
-            :16
-        ]
+        digest = sha256("\n".join(sorted(cells)).encode()).hexdigest()
+        files[f"code of {kind.__name__}"] = digest[:16]
     return files
 
 
@@ -117,18 +117,18 @@ def _imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
             yield from ((f"{base}.{alias.name}", False) for alias in node.names)
 
 
-def _own_spec(name: str) -> Any:
-    """Of a module that is not installed; None for another, and for what is none."""
-    for part in (name.partition(".")[0], name):
-        try:
-            spec = find_spec(part)
-        except (ImportError, ValueError, AttributeError):
+def _own_spec(name: str) -> ModuleSpec | None:
+    """Of a module that is not installed, without an import; None for others, and for no module."""
+    path, spec = None, None
+    for part in accumulate(name.split("."), "{}.{}".format):
+        module = sys.modules.get(part)
+        spec = getattr(module, "__spec__", None) or PathFinder.find_spec(part, path)
+        if spec is None or (spec.origin and is_installed(Path(spec.origin).absolute())):
             return None
-        if spec is None or spec.origin in ("built-in", "frozen"):
+        path = spec.submodule_search_locations
+        if path is None and part != name:
             return None
-        if spec.origin and is_installed(Path(spec.origin).absolute()):
-            return None
-    return spec if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+    return spec if spec and spec.origin and Path(spec.origin).is_file() else None
 
 
 def _loaded_digest(path: Path, module: Any, is_new: bool) -> str:

@@ -235,7 +235,8 @@ def run_study(
         TargetError: the target exists and may not be replaced, or another process writes it.
     """
     if not isinstance(study, Study):
-        raise InputError(f"give a study with its settings, as in {study.__name__}(MySettings(...))")
+        name = getattr(study, "__name__", "MyStudy")
+        raise InputError(f"give a study with its settings, as in {name}(MySettings(...))")
     if (group := current_group()) is not None:
         if not study.is_dealt:
             raise InputError("this study runs in one process; start it without mlx.launch")
@@ -409,8 +410,8 @@ def main(
         return 0
     pairs = [word.partition("=") for word in words[1:]]
     try:
-        is_setting = words and words[0].partition("=")[0] in settings.model_fields
-        is_setting = is_setting and "=" in words[0]
+        first, equals, _ = words[0].partition("=") if words else ("", "", "")
+        is_setting = equals and first in settings.model_fields
         if not words or words[0][:1] == "-" or is_setting or not all(e for _, e, _ in pairs):
             raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
         if twice := {key for key, _, _ in pairs if [p[0] for p in pairs].count(key) > 1}:

@@ -582,9 +582,9 @@ def test_constants_of_a_module_that_is_loaded_again_belong_to_the_code(
     (tmp_path / "own_rates.py").write_text("RATE = 1\n")
     (tmp_path / "own_rated.py").write_text(
         "from own_rates import RATE\nfrom mlxstacks.study.engine import OwnStudy\n"
-        "class Own(OwnStudy):\n def f(self):\n  import json, own_lazy\n"
+        "class Own(OwnStudy):\n def f(self):\n  import json\n  from own_lazy import x\n"
     )
-    (tmp_path / "own_lazy.py").write_text("")
+    (tmp_path / "own_lazy.py").write_text("raise SystemExit('imported')")
     importlib.invalidate_caches()
     kind = importlib.import_module("own_rated").Own
     before = code_digests(kind, OwnStudy, is_new=True)
