@@ -68,9 +68,8 @@ def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
         return data
     if not data:
         raise InputError("data is empty; give a file, a directory or the id of a data set")
-    is_file = data.lower().endswith((*SUFFIXES, *NAMED_SUFFIXES, *_NOT_READ)) or os.path.exists(
-        data
-    )
+    by_name = (*SUFFIXES, *NAMED_SUFFIXES, *_NOT_READ)
+    is_file = data.lower().endswith(by_name) or os.path.exists(data)
     is_id = _HUB_ID.fullmatch(data) and not is_file
     source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
     return TrainDataSettings(sources=(source,))
@@ -229,15 +228,13 @@ def _file_rows(path: Path) -> arrow_sets.Rows:
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
         return arrow_sets.arrow_rows([path], str(path))
-    if path.suffix in NAMED_SUFFIXES:
-        return _text_rows(path)
-    return _json_rows(path)
+    return (_text_rows if path.suffix.lower() in NAMED_SUFFIXES else _json_rows)(path)
 
 
 def _text_rows(path: Path) -> arrow_sets.Rows:
     try:
         with path.open(encoding="utf-8-sig") as lines:
-            yield from (_csv_rows if path.suffix == ".csv" else _paragraphs)(path, lines)
+            yield from (_csv_rows if path.suffix.lower() == ".csv" else _paragraphs)(path, lines)
     except csv.Error as error:
         raise InputError(f"{path}: not CSV: {error}") from None
     except OSError as error:
