@@ -337,7 +337,8 @@ def _with_nano(
     own_model = "model" in row.nano and "model" not in empty
     # a comparison's domains may be of nano's data in parts
     if domains and all(getattr(domain, "data", None) for domain in domains):
-        empty = tuple(key for key in empty if key != "data" or not (own_model or name == "stack"))
+        of_whole_files = own_model or name in ("stack", "psn blocks", "psn stacks")
+        empty = tuple(key for key in empty if key != "data" or not of_whole_files)
     if not empty:
         return settings, ()
     if own_model:
