@@ -11,6 +11,7 @@ for each task, all in one document, since their tests are one family.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import has_shape_of, in_hub_cache, may_be_hub_id, resolve_model
 from mlxstacks.files.store import Store, find_base
+from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.benchmarks.analysis import claims_of
 from mlxstacks.studies.benchmarks.arms import choose_arms
@@ -319,6 +321,22 @@ def limited(settings: EvalSettings, asked: AskedTask) -> AskedTask:
     return replace(asked, items=items, reference=reference)
 
 
+def _refuse_near_misses(settings: EvalSettings, asked: Sequence[AskedTask]) -> None:
+    """Raises: InputError: `domains` has a name that is all but that of a task, subject or stack.
+    Other names may be of items that were not drawn, or of domains that have no stack yet.
+    """
+    subjects = {i.stratum for task in asked for i in task.items} - {None}
+    tasks = {*settings.tasks, *(t.name for t in asked), *settings.harness_tasks, *subjects}
+    known = {"task or subject": tasks, "domain": set[str]()}
+    if settings.store_path and (user_path(settings.store_path) / MANIFEST).is_file():
+        known["domain"] = {d.name for d in Store.open(settings.store_path).manifest.domains}
+    for pair in settings.domain_of.items():
+        for name, (what, names) in zip(pair, known.items(), strict=True):
+            close = get_close_matches(name, names, 1, cutoff=0.75)
+            if name not in names and close:
+                raise InputError(f"domains: no {what} {name!r}; did you mean {close[0]!r}?")
+
+
 def with_arms(
     settings: EvalSettings, asked: Sequence[AskedTask]
 ) -> tuple[list[AskedTask], list[ArmName]]:
@@ -327,6 +345,7 @@ def with_arms(
     Raises: InputError for an arm asked for that lacks its adapter or store, or that needs labelled
         items where no task has them.
     """
+    _refuse_near_misses(settings, asked)
     unlabelled = {task.name: sum(item.domain is None for item in task.items) for task in asked}
     labelled = bool(settings.harness_domains) or any(
         unlabelled[task.name] < len(task.items) for task in asked

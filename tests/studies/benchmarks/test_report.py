@@ -14,6 +14,7 @@ import pytest
 
 from mlxstacks.errors import AdapterError, InputError, StoreError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.studies.benchmarks import items
 from mlxstacks.studies.benchmarks.analysis import Figures, Outcome, claims_of, harness_figures
@@ -232,6 +233,21 @@ def test_an_adapter_or_a_store_of_another_model_is_refused(tmp_path: Path) -> No
         items.check_arms_fit(ArmSettings(**{key: places[key], "model": str(other)}), arms)
         with pytest.raises((AdapterError, StoreError)):
             items.check_arms_fit(ArmSettings(**{key: places[key], "model": str(model)}), arms)
+
+
+def test_a_domain_or_a_task_that_is_misspelt_is_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "a")
+    store = Store.create(tmp_path / "store", model.name, fingerprint(open_checkpoint(model)))
+    with store.change("train") as change:
+        change.manifest = change.manifest.with_domain(DomainRecord("islands", True, ()))
+    asked = AskedTask(task_named("items"), (), 0)
+    for given, message in (
+        ("itms=islands", "no task or subject 'itms'; did you mean 'items'"),
+        ("items=islnds", "no domain 'islnds'; did you mean 'islands'"),
+    ):
+        settings = EvalSettings(domains=(given,), store_path=str(store.path))
+        with pytest.raises(InputError, match=message):
+            items.with_arms(settings, [asked])
 
 
 def test_power_shares_alpha_among_the_tests() -> None:
