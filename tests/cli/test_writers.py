@@ -32,9 +32,9 @@ ARGUMENTS = {
     "stacks export": ["STORE", "islands", "OUT"],
 }
 LESS = {
-    "stack compare": ["--iters", "2"], "train": ["--iters", "2"], "align": ["--iters", "2"],
+    "stack compare": ["--set", "run.iters=2"], "train": ["--iters", "2"], "align": ["--iters", "2"],
     "confound": ["--limit", "4"], "identity": ["--max-prompts", "2"], "eval": ["--limit", "4"],
-    "sweep buffers": ["--steps", "4", "--ranks", "2", "--trainers", "mlxstacks"],
+    "sweep buffers": ["--steps", "5", "--ranks", "2", "--ranks", "4"],
 }  # fmt: skip
 NOT_HERE = ("pull", "push", "grow", "psn stacks", "psn blocks", "pretrain")  # need more than nano
 WRITERS = [
