@@ -21,6 +21,7 @@ from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.result import CHANGED, Result
 from tests.kills import count_operations
+from tests.report.cases import write_every
 from tests.warm import ended, start_command_line
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.slow
 ARGUMENTS = {
     "nano export": ["OUT"],
     "report": ["IN", "--save-path", "OUT"],
-    "stacks export": ["STORE", "islands", "OUT"],
+    "stacks export": ["STORE", "islands", "OUT", "--to", "store"],
 }
 LESS = {
     "stack compare": ["--set", "run.iters=2"], "train": ["--iters", "2"], "align": ["--iters", "2"],
@@ -49,7 +50,10 @@ def arguments(name: str, target: Path) -> list[str]:
         words = ARGUMENTS[name]
     else:
         words = ["--save-path", "OUT", *LESS.get(name, [])]
-    places = {"OUT": str(target), "STORE": str(nano_paths().store_path), "IN": str(target.parent)}
+    runs = target.parent.with_name(f"{target.parent.name}-in")
+    if "IN" in words:
+        write_every(runs)
+    places = {"OUT": str(target), "STORE": str(nano_paths().store_path), "IN": str(runs)}
     return [*name.split(), *(places.get(word, word) for word in words)]
 
 
