@@ -37,7 +37,8 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
     until: the base of all studies, which is not part of this one. is_new: refuse a file that was
         edited since, and a function of before its module was loaded again. Raises: InputError.
     """
-    home = Path(getattr(sys.modules[kind.__module__], "__file__", None) or ".").absolute().parent
+    own = sys.modules.get(kind.__module__)
+    home = Path(getattr(own, "__file__", None) or ".").absolute().parent
     files, cells, seen = dict[str, str](), set[str](), set[object]()
 
     def follow_file(path: Path, module_name: str, package: str) -> None:
@@ -70,7 +71,8 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
                 if path.is_file() and not is_installed(path):
                     assert module is not None
                     follow_file(path, module.__name__, module.__package__ or "")
-            elif not is_module and value.__module__ == "__main__" and value not in seen:
+            # a module that nobody registered is read like cells
+            elif module in (None, sys.modules["__main__"]) and value not in (module, *seen):
                 seen.add(value)
                 follow_cell(value)
 
@@ -111,8 +113,11 @@ def _imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            name = "." * node.level + (node.module or "")
-            base = resolve_name(name, package) if node.level else name
+            base = "." * node.level + (node.module or "")
+            try:
+                base = resolve_name(base, package)
+            except ImportError:  # relative, and there is no package
+                continue
             yield base, True
             yield from ((f"{base}.{alias.name}", False) for alias in node.names)
 

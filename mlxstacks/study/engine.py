@@ -635,6 +635,12 @@ def run_step(step: Step, work: Path, plan_sha256: str | None, *, keeps_all: bool
         raise InputError(f"step {step.name} left no {', '.join(missing)}")
     files = [path for path in scratch.rglob("*") if path.is_file()] if keeps_all else []
     left = [*dict.fromkeys((*step.outputs, *(str(f.relative_to(scratch)) for f in sorted(files))))]
+    taken = {name for noted in record.values() for name in noted["sha256"]}
+    if twice := taken & {*left}:
+        raise InputError(
+            f"step {step.name} left {', '.join(sorted(twice))}, as an earlier step did; give each "
+            f"names of its own. What it left lies in {scratch}"
+        )
     for name in left:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).replace(work / name)

@@ -659,3 +659,35 @@ def test_what_a_step_leaves_besides_its_outputs_is_kept(
         monkeypatch.setattr(Quick, of, ("a.json", "logs/*"))
     result = run_study(study(tmp_path))
     assert {*result.provenance} == {"plan.json", "a.json", "logs/b.json"}
+
+
+def test_what_two_steps_leave_does_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(name: str, directory: Path) -> None:
+        for file in (name, "log.txt"):
+            _leave(file, directory)
+
+    steps = [Step(name, partial(both, name), (name,)) for name in ("a", "b")]
+    monkeypatch.setattr(Quick, "steps", lambda self, work: steps)
+    with pytest.raises(InputError, match=r"step b left log\.txt, as an earlier step did"):
+        run_study(study(tmp_path))
+    assert (tmp_path / ".coin.work" / ".b" / "log.txt").is_file()
+
+
+def test_a_study_of_a_module_that_nobody_registered_has_code_too(tmp_path: Path) -> None:
+    (tmp_path / "own_loose.py").write_text(
+        "from mlxstacks.study.engine import OwnStudy\n"
+        "class Own(OwnStudy):\n def f(self):\n  from . import nothing\n"
+    )
+    spec = importlib.util.spec_from_file_location("own_loose", tmp_path / "own_loose.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert code_digests(module.Own, OwnStudy).keys() == {"code of Own"}
+    sys.modules["own_loose"] = module
+    try:
+        assert code_digests(module.Own, OwnStudy).keys() == {"own_loose.py"}
+    finally:
+        del sys.modules["own_loose"]

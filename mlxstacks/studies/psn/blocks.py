@@ -14,7 +14,7 @@ alone. CONTROL-shuffled is trained on the control's rows with their answers' tok
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 
 from mlxstacks import base_model
 from mlxstacks.data import (
+    DomainData,
     Row,
     TrainDataSettings,
     encode_examples,
@@ -123,13 +124,11 @@ class _Blocks(SeedStudy):
     def data_of(self) -> dict[str, TrainDataSettings]:
         return {**super().data_of(), **domain_data(self.settings, self.settings.validation_rows)}
 
-    def planned(self) -> Result:
-        """Raises: InputError: what would end a run after a base is trained."""
+    def check(self, read: Mapping[str, DomainData]) -> None:
         settings, pretrain = self.settings, self.settings.pretrain
         if pretrain.max_seq_length < PROBE:
             raise InputError(f"pretrain.max_seq_length: at least {PROBE}")
-        for name, about in self.data_of().items():
-            data = read_train_data(about, Path())
+        for name, data in read.items():
             if not data.validation:
                 raise InputError(f"{name}: no row is held out; give more rows, or a `valid` file")
             if name != "corpus" and not any(_pair_of(example) for example in data.validation):
@@ -143,7 +142,6 @@ class _Blocks(SeedStudy):
             )  # fmt: skip
         except ValueError as error:
             raise InputError(f"block: {error}") from None
-        return super().planned()
 
     def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
         return Cell(self.settings, seed, directory, say).run()

@@ -26,7 +26,13 @@ import mlx.nn as nn
 from pydantic import BaseModel, ValidationError
 
 from mlxstacks import base_model
-from mlxstacks.data import TrainDataSettings, data_notes, read_train_data, train_data_settings
+from mlxstacks.data import (
+    DomainData,
+    TrainDataSettings,
+    data_notes,
+    read_train_data,
+    train_data_settings,
+)
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import PLACES, write_json
@@ -131,8 +137,13 @@ class SeedStudy(Study):
         """What is read, by name, where the study reads it itself."""
         return {"corpus": train_data_settings(self.settings.corpus)}
 
+    def check(self, read: Mapping[str, DomainData]) -> None:
+        """Raises: InputError: what would end a run after a base is trained. read: of `data_of`."""
+
     def planned(self) -> Result:
-        reports = {n: read_train_data(data, Path()).report for n, data in self.data_of().items()}
+        read = {n: read_train_data(data, Path()) for n, data in self.data_of().items()}
+        self.check(read)
+        reports = {name: data.report for name, data in read.items()}
         shown = self.settings.model_dump(mode="json", exclude=PLACES)
         plan = {
             **{key: value for key, value in shown.items() if key != "data"},
