@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -243,9 +243,12 @@ def _text_rows(path: Path) -> arrow_sets.Rows:
         raise InputError(f"{path}: not UTF-8: {error}") from None
 
 
-def _csv_rows(path: Path, lines: Iterable[str]) -> arrow_sets.Rows:
-    """The first line names the columns; a cell is text, an empty one null."""
-    reader = csv.DictReader(lines)
+def _csv_rows(path: Path, lines: Iterator[str]) -> arrow_sets.Rows:
+    """The first line names the columns, and shows whether commas, semicolons or tabs part them; a
+    cell is text, an empty one null.
+    """
+    first = next(lines, "")
+    reader = csv.DictReader(chain([first], lines), delimiter=max(",;\t", key=first.count))
     if twice := {n for n in reader.fieldnames or () if (reader.fieldnames or []).count(n) > 1}:
         raise InputError(f"{path}, line 1: {', '.join(sorted(twice))}: the column is there twice")
     for row in reader:

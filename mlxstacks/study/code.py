@@ -2,22 +2,33 @@
 
 import ast
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from functools import cached_property, partial
 from hashlib import sha256
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
 from itertools import accumulate, count
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+import numpy as np
 
 import mlxstacks
 from mlxstacks.errors import InputError
 from mlxstacks.study.integrity import file_sha256
 
-_CONSTANTS = (str, bytes, int, float, tuple, list, dict, set, frozenset)
+# What they print tells them from others of their kind, in every process.
+_TOLD_BY_REPR = (
+    str, bytes, int, float, complex, range, slice, type(None), type(...), PurePath, Enum,
+    re.Pattern, date, time, timedelta,
+)  # fmt: skip
 _INSTALLED = (Path(sysconfig.get_path("stdlib")), Path(mlxstacks.__file__).parent)
 
 
@@ -26,13 +37,22 @@ _LOADED: dict[Path, tuple[object, str, int]] = {}
 _reloads = count(1)
 
 
-def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, str]:
-    """File -> the start of its SHA-256, of each file that the class is in or refers to, as it was
-    when it was first asked for after its import; and "code of CLASS" for what it is or refers to in
-    the cells of a notebook.
+@dataclass(frozen=True)
+class Code:
+    """digests: file -> the start of its SHA-256, of each file that a class is in or refers to, as
+    it was when it was first asked for after its import; and "code of CLASS" for what it is or
+    refers to in the cells of a notebook. unwatched: "NAME (TYPE)" of the values among these that
+    have no digest.
+    """
 
-    Followed are imports of files, wherever they stand, and what a function in a cell names:
-    modules, classes, functions, but for installed ones, and constants.
+    digests: dict[str, str]
+    unwatched: tuple[str, ...]
+
+
+def code_of(kind: type, until: type, *, is_new: bool = False) -> Code:
+    """Followed are imports of files, wherever they stand, and what a function in a cell names:
+    modules, classes, functions and objects, but for those of installed packages; constants, arrays
+    and data frames.
 
     until: the base of all studies, which is not part of this one. is_new: refuse a file that was
         edited since, and a function of before its module was loaded again. Raises: InputError.
@@ -40,6 +60,7 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
     own = sys.modules.get(kind.__module__)
     home = Path(getattr(own, "__file__", None) or ".").absolute().parent
     files, cells, seen = dict[str, str](), set[str](), set[object]()
+    unwatched = set[str]()
 
     def follow_file(path: Path, module_name: str, package: str) -> None:
         if path in seen:
@@ -83,24 +104,32 @@ def code_digests(kind: type, until: type, *, is_new: bool = False) -> dict[str, 
             function = _function(part)
             if function is None and name[:2] == "__":  # its line, its module
                 continue
-            cells.add(f"{value.__qualname__} {name} {_code_of(part)}")
+            note(name, part, f"{value.__qualname__} ")
+            if isinstance(part, type):
+                follow([part])
             held = function.__globals__ if function else {}
-            used = {name: held[name] for name in _names(function) if name in held}
-            cells.update(
-                f"{n} = {_code_of(v)}" for n, v in used.items() if isinstance(v, _CONSTANTS)
-            )
-            for name, part in used.items():
-                if is_new and isinstance(part, FunctionType | type) and _is_former(part):
+            for used in sorted(_names(function) & held.keys()):
+                part = inspect.unwrap(held[used]) if callable(held[used]) else held[used]
+                if not isinstance(part, FunctionType | type):
+                    note(used, part)
+                elif is_new and _is_former(part):
                     raise InputError(
-                        f"{name} is from before {part.__module__} was loaded again; import it again"
+                        f"{used} is from before {part.__module__} was loaded again; import it again"
                     )
-            follow(used.values())
+                follow([part])
+
+    def note(name: str, value: Any, of: str = "") -> None:
+        try:
+            cells.add(f"{of}{name} = {_code_of(value)}")
+        except (TypeError, RecursionError):
+            if not name.startswith("_"):
+                unwatched.add(f"{name} ({type(value).__name__})")
 
     follow(kind.__mro__[: kind.__mro__.index(until)])
     if cells:
         digest = sha256("\n".join(sorted(cells)).encode()).hexdigest()
         files[f"code of {kind.__name__}"] = digest[:16]
-    return files
+    return Code(files, tuple(sorted(unwatched)))
 
 
 def _imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
@@ -176,7 +205,10 @@ def is_installed(file: str | Path) -> bool:
 
 def _function(value: Any) -> FunctionType | None:
     """What a method of any kind runs."""
-    value = getattr(value, "__func__", getattr(value, "fget", value))
+    for name in ("__func__", "fget"):
+        value = getattr(value, name, value)
+    if isinstance(value, cached_property):
+        value = value.func
     return inspect.unwrap(value) if isinstance(value, FunctionType) else None
 
 
@@ -190,14 +222,31 @@ def _names(function: FunctionType | None) -> set[str]:
 
 
 def _code_of(value: Any) -> object:
-    """What a function does, and a constant is, the same in every process."""
+    """What a function does, and a value is, the same in every process; nothing of what is watched
+    elsewhere. Raises: TypeError: a value whose kind has no digest.
+    """
     value = getattr(_function(value), "__code__", value)
+    kind = type(value)
     if isinstance(value, CodeType):
         return value.co_code, value.co_names, [*map(_code_of, value.co_consts)]
+    if isinstance(value, _TOLD_BY_REPR):
+        return repr(value)
     if isinstance(value, frozenset | set):
         return sorted(map(repr, value))
     if isinstance(value, tuple | list):
         return [*map(_code_of, value)]
-    if isinstance(value, dict):
-        return [(key, _code_of(held)) for key, held in value.items()]
-    return repr(value) if isinstance(value, _CONSTANTS) else ""
+    if kind.__module__ in ("builtins", "collections") and isinstance(value, dict):
+        return [(_code_of(key), _code_of(held)) for key, held in value.items()]
+    if isinstance(value, partial):
+        return [_code_of(part) for part in (value.func, value.args, value.keywords)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return kind.__qualname__, _code_of({f.name: getattr(value, f.name) for f in fields(value)})
+    if callable(getattr(value, "tolist", None)):  # an array of numpy, MLX, torch; a series
+        array = value if isinstance(value, np.ndarray) else np.asarray(value.tolist())
+        data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        return array.shape, str(value.dtype), sha256(data).hexdigest()
+    if hasattr(value, "columns") and hasattr(value, "to_csv"):  # a frame of pandas
+        return sha256(value.to_csv().encode()).hexdigest()
+    if isinstance(value, type | ModuleType) or hasattr(value, "__name__"):
+        return ""
+    raise TypeError(kind)

@@ -5,7 +5,7 @@ Until it is done a run lives in `.NAME.work` next to its target NAME:
     plan.json      what was fixed before the first step; a run with another plan is refused
     settings.json  the settings of that plan
     steps.json     SHA-256 of each file that a finished step wrote
-    source.json    digests of the code of a study of one's own, each that steps were run with
+    source.json    digests of code that is not the package's, each that steps were run with
     ...            what the steps wrote
 
 Laws, held here for every study: a killed run, started again, ends with the bytes of one that was
@@ -18,22 +18,16 @@ and answers to items (answer_log.py). What one has done, all are sent, so that a
 end, and the first one writes it. One that dies leaves the work of the others.
 """
 
-import json
 import shutil
-import sys
 import time
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_origin
+from typing import Any, Protocol
 
-from pydantic import ValidationError
-
-from mlxstacks.errors import InputError, OtherRunError, StoreError
+from mlxstacks.errors import InputError, OtherRunError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
 from mlxstacks.files.outputs import PLACES, check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
@@ -45,19 +39,15 @@ from mlxstacks.processes import (
     size_and_rank,
     wait_for_all,
 )
-from mlxstacks.settings import Settings
-from mlxstacks.study.code import code_digests, is_installed
-from mlxstacks.study.document import RESULT, Standing, problem_of
+from mlxstacks.study.document import Standing
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
-from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     IDENTITY,
     RunDirectory,
     check_same,
     keep_parts,
-    what_differs,
     work_path,
 )
 from mlxstacks.study.shared_files import (
@@ -104,29 +94,29 @@ class StudySettings(Protocol):
     def resume(self) -> bool: ...
 
 
-class RunSettings(Settings):
-    """What the settings of a study of one's own begin with: `class MySettings(RunSettings)`."""
+class Checks:
+    """What the engine does besides for studies that are no part of the package, `OwnChecks`; for
+    the others nothing.
 
-    save_path: str
-    seed: int = 0
-    resume: bool = True
-    force: bool = False
+    keeps_all: what a step leaves besides its outputs is kept, too.
+    """
 
-    def __init__(self, **values: Any) -> None:
-        """Raises: InputError naming each setting that cannot be used."""
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            fields = [*type(self).model_fields]
-            problems = []
-            for part in error.errors(include_url=False):
-                name = ".".join(map(str, part["loc"]))
-                known = get_close_matches(name, fields, 1) or [", ".join(fields)]
-                unknown = part["type"] == "extra_forbidden"
-                problems.append(
-                    f"no setting {name}: {known[0]}?" if unknown else f"{name}: {part['msg']}"
-                )
-            raise InputError("\n".join(problems)) from None
+    keeps_all = False
+
+    def run(self, study: "Study", run: Callable[[], Result], *, dry_run: bool) -> Result:
+        """A finished result, or what `run` gives."""
+        return run()
+
+    def code(self, study: "Study") -> dict[str, str]:
+        """Digest of each part of its code."""
+        return {}
+
+    def after_steps(self, study: "Study", work: Path) -> None:
+        """Raises: InputError: its conclusion would not be kept whole."""
+
+    def after_conclusion(self, study: "Study", work: Path, planned: Result) -> list[str]:
+        """Notes on the result. Raises: InputError: what it was made from was changed."""
+        return []
 
 
 class Study(ABC):
@@ -147,6 +137,7 @@ class Study(ABC):
     plot_formats: Sequence[str] = ()
     part: str = ""
     is_dealt: bool = False
+    _checks = Checks()
 
     @property
     def work_target(self) -> Path:
@@ -175,57 +166,11 @@ class Study(ABC):
         """
 
 
-class OwnStudy(Study):
-    """A study of one's own: its plan is its settings, what `plan` adds, and hashes of its `inputs`.
-
-    kind, title, question: the head of its result.
-    """
-
-    kind = title = question = ""
-    settings: RunSettings
-
-    def __init_subclass__(cls) -> None:
-        with suppress(OSError):  # notes the files as they were imported
-            code_digests(cls, OwnStudy)
-
-    def __init__(self, settings: RunSettings) -> None:
-        self.settings = settings
-
-    def plan(self) -> Mapping[str, Any]:
-        """What is fixed before the first answer, besides the settings."""
-        return {}
-
-    def planned(self) -> Result:
-        settings = self.settings.model_dump(mode="json", exclude=PLACES)
-        if not isinstance(own := self.plan(), Mapping):
-            raise TypeError(f"plan returned {own!r}; return a dict")
-        for name in ("artifacts", "provenance", "inputs", "plot_formats"):
-            if isinstance(value := getattr(self, name), str):
-                raise TypeError(f"{name} is a tuple, ({value!r},)")
-        if unknown := {*self.plot_formats} - {*FORMATS}:
-            raise InputError(f"plot_formats: {min(unknown)}; there are {', '.join(FORMATS)}")
-        given = self.input_digests()
-        plan = {**settings, **own} | ({"inputs": given} if given else {})
-        return self._head(status="planned", settings=settings, plan=plan)
-
-    def input_digests(self) -> dict[str, str]:
-        """SHA-256 of each of `inputs`. Raises: InputError: one is not there."""
-        return {str(path): _input_sha256(path) for path in self.inputs if path is not None}
-
-    def result(self, **fields: Any) -> Result:
-        """For `conclude`: outcome, verdict, data and blocks under the study's head."""
-        return self._head(status="done", **fields)
-
-    def _head(self, **fields: Any) -> Result:
-        about = {"kind": self.kind, "title": self.title, "question": self.question}
-        return Result(**about, **fields)
-
-
 def run_study(
     study: Study, *, dry_run: bool = False, progress: Callable[..., None] | None = None
 ) -> Result:
-    """Run a study to its target, or resume what an earlier run of the same plan left. Of a study
-    of one's own, what is done already is read back.
+    """Run a study to its target, or resume what an earlier run of the same plan left. Of an
+    `OwnStudy`, what is done already is read back.
 
     progress: is told when planning begins; what the steps do is the study's to tell.
 
@@ -242,22 +187,8 @@ def run_study(
             raise InputError("this study runs in one process; start it without mlx.launch")
         with dealing_over(group):
             return _run(study, dry_run, progress)
-    if not isinstance(study, OwnStudy):
-        return _run(study, dry_run, progress)
-    code_digests(type(study), OwnStudy, is_new=True)
-    try:
-        finished = None if dry_run else _read_finished(study)
-        return finished or _run(study, dry_run, progress)
-    except InputError as error:
-        error.args = (_keywords_in(str(error)),)
-        raise
-    except ValidationError as error:
-        part = "" if error.title == "Result" else f"{error.title}: "
-        raise InputError(f"{study.kind}: {part}{problem_of(error)}") from error
-
-
-def _keywords_in(message: str) -> str:
-    return message.replace("--no-resume", "resume=False").replace("--force", "force=True")
+    run = partial(_run, study, dry_run, progress)
+    return study._checks.run(study, run, dry_run=dry_run)
 
 
 def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> Result:
@@ -294,30 +225,21 @@ def _run(study: Study, dry_run: bool, progress: Callable[..., None] | None) -> R
         for step in steps:
             if isinstance(step, Step):
                 _check_new(step, names, outputs)
-                if progress and isinstance(study, OwnStudy):
+                if progress and study._checks.keeps_all:
                     progress(0, 1, step.name)
                 if not step.outputs:
                     _note_source(work, study)
-                run_step(step, work, planned.plan_sha256, keeps_all=isinstance(study, OwnStudy))
+                run_step(step, work, planned.plan_sha256, keeps_all=study._checks.keeps_all)
             else:
                 _run_dealt(step, work, study, planned.plan_sha256)
             _note_source(work, study)
-        _check_patterns(work, study)
+        study._checks.after_steps(study, work)
         seconds = None if resumes else time.monotonic() - started
         result = _finished(planned, study.conclude(work), seconds)
-        if isinstance(study, OwnStudy):
-            _check_kept(work)
-            if (study.input_digests() or None) != (planned.plan or {}).get("inputs"):
-                raise InputError(
-                    f"inputs: {', '.join(map(str, study.inputs))}: changed while the study ran; "
-                    "--no-resume begins again"
-                )
-            result = result.model_copy(
-                update={"notes": (*result.notes, *_left_behind(work, study))}
-            )
-        versions = {**result.environment.versions, **_source(study)}
+        notes = (*result.notes, *study._checks.after_conclusion(study, work, planned))
+        versions = {**result.environment.versions, **study._checks.code(study)}
         about = result.environment.model_copy(update={"versions": versions})
-        result = result.model_copy(update={"environment": about})
+        result = result.model_copy(update={"environment": about, "notes": notes})
         if len(_note_source(work, study)) > 1:
             reasons = (*result.standing.reasons, _CHANGED_CODE)
             standing = Standing(status="exploratory", reasons=reasons)
@@ -391,76 +313,6 @@ def _keep_plan(work: Path, planned: Result, provenance: Sequence[str]) -> None:
     write_json(work / SETTINGS, settings)
 
 
-def main(
-    study: type[OwnStudy], settings: type[RunSettings], arguments: Sequence[str] | None = None
-) -> int:
-    """Run a study from a script as commands are run, `sys.exit(main(MyStudy, MySettings))`.
-
-    arguments: SAVE_PATH KEY=VALUE..., the command line's where not given. The result is printed;
-    what cannot be used is one message. A finished run of the same plan is read back. Returns 0, 1
-    where something failed on the way, 2 for bad input, 3 for a gate that is not met, 130 where it
-    was interrupted.
-    """
-    from mlxstacks.study.render.console import result_text, write
-    from mlxstacks.study.render.progress import ProgressBar
-
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] in (["-h"], ["--help"]):
-        write("\n".join(_usage(settings)))
-        return 0
-    pairs = [word.partition("=") for word in words[1:]]
-    try:
-        first, equals, _ = words[0].partition("=") if words else ("", "", "")
-        is_setting = equals and first in settings.model_fields
-        if not words or words[0][:1] == "-" or is_setting or not all(e for _, e, _ in pairs):
-            raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
-        if twice := {key for key, _, _ in pairs if [p[0] for p in pairs].count(key) > 1}:
-            raise InputError(f"given twice: {', '.join(sorted(twice))}")
-        values = {key: _parsed(settings, key, value) for key, _, value in pairs} | {
-            "save_path": words[0]
-        }
-        given = study(settings(**values))
-        if (result := _read_finished(given)) is None:
-            with ProgressBar(given.kind) as bar:
-                result = run_study(given, progress=bar)
-        else:
-            write(f"Already done with these settings: {result.directory}; force=True runs it again")
-    except KeyboardInterrupt:
-        write("interrupted; the same call resumes", error=True)
-        return 130
-    except (InputError, StoreError, OSError) as error:
-        own = [f for f in traceback.extract_tb(error.__traceback__) if not is_installed(f.filename)]
-        is_own = isinstance(error, OSError) and own
-        where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if is_own else ""
-        write(f"error: {where}{_keywords_in(str(error))}", error=True)
-        return 2 if isinstance(error, InputError) else 1
-    write(result_text(result))
-    return 3 if result.failed_gate else 0
-
-
-def _parsed(settings: type[RunSettings], key: str, text: str) -> Any:
-    """`[a, b]` and `{a: 1}` as YAML, `a,b` of a list; other text is pydantic's to read.
-
-    Raises: InputError.
-    """
-    import yaml
-
-    field = settings.model_fields.get(key)
-    if field and get_origin(field.annotation) in (list, tuple, Sequence) and text[:1] != "[":
-        return text.split(",")
-    try:
-        return yaml.safe_load(text) if text[:1] in ("[", "{") else text
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", error)
-        raise InputError(f"{key}={text}: no YAML list or mapping: {problem}") from None
-
-
-def _source(study: Study) -> dict[str, str]:
-    if not isinstance(study, OwnStudy):
-        return {}
-    return code_digests(type(study), OwnStudy)
-
-
 def _check_new(step: Step, names: set[str], outputs: set[str]) -> None:
     """Raises: InputError: an earlier step has its name, or one of its outputs."""
     if not step.outputs:
@@ -473,59 +325,6 @@ def _check_new(step: Step, names: set[str], outputs: set[str]) -> None:
     outputs.update(step.outputs)
 
 
-def _check_patterns(work: Path, study: Study) -> None:
-    """Raises: InputError: an own study names what no step left, and would lose what it meant; or
-    what the result is made from would not be kept.
-    """
-    if not isinstance(study, OwnStudy):
-        return
-    for of in ("artifacts", "provenance"):
-        for pattern in getattr(study, of):
-            if not found_files(work, [pattern]):
-                raise InputError(
-                    f"{of}: no step left a {pattern}; nothing is lost, it lies in {work}"
-                )
-    kept = found_files(work, study.artifacts)
-    for path in found_files(work, study.provenance):
-        if not {path, *path.parents} & {*kept}:
-            name = path.relative_to(work)
-            raise InputError(f"provenance: {name} would not be kept; name it in artifacts too")
-
-
-def _left_behind(work: Path, study: Study) -> list[str]:
-    """A note of what steps left and artifacts do not name."""
-    kept = {*found_files(work, study.artifacts)}
-    names = [name for written in _record(work).values() for name in written["sha256"]]
-    lost = [name for name in names if not {work / name, *(work / name).parents} & kept]
-    return [f"Not kept, for artifacts do not name it: {', '.join(lost)}."] if lost else []
-
-
-def _input_sha256(path: str | Path) -> str:
-    """Of a file, or of the files of a directory. Raises: InputError: nothing is there."""
-    given = user_path(path)
-    if given.is_dir():
-        files = {str(file.relative_to(given)): file for file in given.rglob("*") if file.is_file()}
-        return json_sha256({
-            name: file_sha256(file)
-            for name, file in sorted(files.items())
-            if not any(part[0] == "." or part == "__pycache__" for part in Path(name).parts)
-        })  # fmt: skip
-    if not given.is_file():
-        raise InputError(f"inputs: {path}: no such file or directory")
-    return file_sha256(given)
-
-
-def _check_kept(work: Path) -> None:
-    """Raises: InputError: a later step, or `conclude`, wrote over what a step left."""
-    for step, written in _record(work).items():
-        for name, digest in written["sha256"].items():
-            if not (work / name).is_file() or file_sha256(work / name) != digest:
-                raise InputError(
-                    f"{work / name}: what step {step!r} left there was changed by a later step, or "
-                    "by conclude; write to another name"
-                )
-
-
 def _note_source(work: Path, study: Study) -> list[dict[str, str]]:
     """The code that steps in this work directory were run with, the present one last."""
     path, known = work / SOURCE, list[dict[str, str]]()
@@ -534,42 +333,10 @@ def _note_source(work: Path, study: Study) -> list[dict[str, str]]:
             known = read_object(path.read_bytes())["code"]
         except (KeyError, ValueError) as error:
             raise InputError(f"{path}: damaged ({error}); --no-resume begins again") from None
-    if (source := _source(study)) and source not in known:
+    if (source := study._checks.code(study)) and source not in known:
         known.append(source)
         write_json(path, {"code": known})
     return known
-
-
-def _usage(settings: type[RunSettings]) -> Iterator[str]:
-    yield f"usage: python {Path(sys.argv[0]).name} SAVE_PATH [KEY=VALUE...]"
-    for name, field in settings.model_fields.items():
-        if name != "save_path":
-            default = "" if field.is_required() else f" (default {field.get_default()})"
-            yield f"  {name}{default}  {field.description or ''}".rstrip()
-
-
-def _read_finished(study: Study) -> Result | None:
-    """The result in the target, where it is of the same plan. Raises: InputError for another's."""
-    target = user_path(str(study.settings.save_path))
-    if study.settings.force or not (target / RESULT).is_file():
-        return None
-    result, planned = Result.open(target), study.planned()
-    plan = json.loads(json.dumps(planned.plan))  # as it would be read back: lists for tuples
-    if (result.kind, result.plan) == (planned.kind, plan):
-        now = _source(study)
-        if {*now.values()} <= {*result.environment.versions.values()}:
-            return result
-        before = {*result.environment.versions.values()}
-        changed = [name for name, digest in now.items() if digest not in before]
-        note = f"Changed since this was made: {', '.join(changed)}. force=True runs it again."
-        return result.model_copy(update={"notes": (*result.notes, note)})
-    differing = what_differs(
-        {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(plan or {})}
-    )
-    raise InputError(
-        "\n  ".join([f"{target}: another plan was carried out there; it differs in", *differing])
-        + "\ngive another save_path, or replace it with force=True"
-    )
 
 
 def _quick_look(settings: StudySettings) -> Iterable[str]:
@@ -612,7 +379,7 @@ def run_step(step: Step, work: Path, plan_sha256: str | None, *, keeps_all: bool
     if not step.outputs:
         step.run(work)
         return
-    record = _record(work)
+    record = step_record(work)
     if (written := record.get(step.name)) is not None:
         noted = written.get("sha256") if isinstance(written, dict) else None
         known = {*step.outputs, *(noted if isinstance(noted, dict) else ())}
@@ -649,8 +416,8 @@ def run_step(step: Step, work: Path, plan_sha256: str | None, *, keeps_all: bool
     _note_step(step, work, plan_sha256, left)
 
 
-def _record(work: Path) -> dict[str, Any]:
-    """What STEPS says. Raises: InputError: it is damaged."""
+def step_record(work: Path) -> dict[str, Any]:
+    """Plan and files' SHA-256 of each finished step. Raises: InputError: STEPS is damaged."""
     try:
         return read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
     except ValueError as error:
@@ -660,5 +427,6 @@ def _record(work: Path) -> dict[str, Any]:
 def _note_step(step: Step, work: Path, plan_sha256: str | None, names: Sequence[str] = ()) -> None:
     digests = {name: file_sha256(work / name) for name in names or step.outputs}
     write_json(
-        work / STEPS, {**_record(work), step.name: {"plan_sha256": plan_sha256, "sha256": digests}}
+        work / STEPS,
+        {**step_record(work), step.name: {"plan_sha256": plan_sha256, "sha256": digests}},
     )

@@ -269,6 +269,11 @@ def test_columns_of_csv_are_keys_of_rows(tmp_path: Path) -> None:
         (f"{file}, line 3", {"prompt": 'a, "b"\nc', "completion": "d", "system": None}),
         (f"{file}, line 4", {"prompt": "e", "completion": "f", "system": "g"}),
     ]
+    for between in ";\t":
+        file.write_text(f"prompt{between}completion\na, b{between}c, d\n")
+        assert [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows] == [
+            (f"{file}, line 2", {"prompt": "a, b", "completion": "c, d"})
+        ]
     file.write_text("prompt,prompt,completion\na,b,c\n")
     with pytest.raises(InputError, match="line 1: prompt: the column is there twice"):
         [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows]

@@ -8,24 +8,28 @@ import importlib.util
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
+import mlx.nn as nn
+import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
-from mlxstacks.study import engine
-from mlxstacks.study.code import code_digests
-from mlxstacks.study.engine import OwnStudy, Step, main, run_step, run_study
+from mlxstacks.study import engine, own
+from mlxstacks.study.code import Code, code_of
+from mlxstacks.study.engine import run_step
+from mlxstacks.study.own import OwnStudy, Step, main, run_study
 from mlxstacks.study.result import Result
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "coin_study.py"
@@ -278,7 +282,7 @@ def test_a_script_ends_as_a_command_does(
     assert script("--help") == 0
     assert "\n  tosses (default 400)" in capsys.readouterr().out
     for error, code in ((KeyboardInterrupt(), 130), (OSError("full"), 1), (StoreError("no"), 1)):
-        monkeypatch.setattr(engine, "run_study", Mock(side_effect=error))
+        monkeypatch.setattr(own, "run_study", Mock(side_effect=error))
         assert script(str(tmp_path / "other")) == code
 
 
@@ -392,11 +396,18 @@ def test_steps_have_names_and_outputs_of_their_own(
         run_study(study(tmp_path))
 
 
+PREAMBLE = (
+    "import mlx.core as mx, numpy as np, pandas as pd\nfrom pathlib import Path\n"
+    "from dataclasses import dataclass\nfrom functools import cache, partial\n"
+    "@dataclass\nclass Reply: text: str\n"
+)
+
+
 def _cells(code: str, lines: int = 0) -> str:
     """Digest of a study in cells."""
-    names = {"Quick": Quick, "__name__": "__main__"}
+    names = {"Quick": Quick, "__name__": "__main__", "cache": cache}
     exec(compile("\n" * lines + code, "<cell>", "exec"), names)
-    return code_digests(names["Own"], OwnStudy)["code of Own"]  # type: ignore[arg-type]
+    return code_of(names["Own"], OwnStudy).digests["code of Own"]  # type: ignore[arg-type]
 
 
 def test_code_is_told_by_what_it_does_not_by_where_it_stands(
@@ -417,11 +428,36 @@ def test_code_is_told_by_what_it_does_not_by_where_it_stands(
             "class helper: limit = 2", "A = 1\ndef helper(x): return A",
             "A = {'a': [1, 2]}\ndef helper(x): return A",
             "A = {'a': [1, 3]}\ndef helper(x): return A",
+            *(
+                f"{PREAMBLE}A = {value}\ndef helper(x): return A"
+                for value in (
+                    "np.array([1, 2])", "np.array([1, 3])", "np.array([1.0, 2])",
+                    "np.array(['a', None])", "np.array(['b', None])",
+                    "mx.array([1, 2], mx.bfloat16)", "mx.array([1, 3], mx.bfloat16)",
+                    "pd.DataFrame({'a': [1]})", "pd.DataFrame({'a': [2]})",
+                    "pd.DataFrame({'b': [1]})", "pd.Series([1])", "Reply('a')", "Reply('b')",
+                    "partial(Reply, 'a')", "partial(Reply, 'b')", "Path('a')", "Path('b')", "None",
+                )
+            ),
+            "@cache\ndef helper(x): return 1", "@cache\ndef helper(x): return 2",
         )
     ]  # fmt: skip
     assert len({*map(_cells, codes)}) == len(codes)
     assert _cells(codes[0]) == _cells(codes[0], lines=5)
     assert _cells(codes[0]) == _cells(f"other = 1\ndef unused(): pass\n{codes[0]}")
+
+
+def test_what_cannot_be_watched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_cells(monkeypatch)
+    names: dict[str, Any] = {
+        "Quick": Quick, "__name__": "__main__", "np": np, "random": random.Random(1),
+        "model": nn.Linear(1, 1), "add": np.add, "log": print, "RATE": 1, "Linear": nn.Linear,
+    }  # fmt: skip
+    code = "random, model, np.add, add, log, RATE, Linear, len"
+    exec(f"class Own(Quick):\n def plan(self):\n  {code}\n  return {{}}", names)
+    given = coin.CoinSettings(save_path=str(tmp_path / "coin"))
+    result = run_study(names["Own"](given))
+    assert result.notes[-1] == "Used, but not watched for changes: model (Linear), random (Random)."
 
 
 def test_files_that_a_study_imports_belong_to_its_code(
@@ -433,15 +469,15 @@ def test_files_that_a_study_imports_belong_to_its_code(
     (tmp_path / "parts" / "own_inner.py").write_text("import own_study, numpy\nLIMIT = 1\n")
     (tmp_path / "own_helper.py").write_text("from parts import own_inner\ndef f(): pass\n")
     (tmp_path / "own_study.py").write_text(
-        "import json\nfrom own_helper import f\nfrom mlxstacks.study.engine import OwnStudy\n"
+        "import json\nfrom own_helper import f\nfrom mlxstacks.study.own import OwnStudy\n"
         "class Own(OwnStudy): pass\n"
     )
     kind = importlib.import_module("own_study").Own
-    before = code_digests(kind, OwnStudy)
+    before = code_of(kind, OwnStudy).digests
     assert before.keys() == {"own_study.py", "own_helper.py", "parts/own_inner.py"}
     (tmp_path / "parts" / "own_inner.py").write_text("LIMIT = 2\n")
     importlib.reload(importlib.import_module("parts.own_inner"))
-    after = code_digests(kind, OwnStudy)
+    after = code_of(kind, OwnStudy).digests
     assert {name for name in before if before[name] != after[name]} == {"parts/own_inner.py"}
 
 
@@ -467,20 +503,20 @@ def test_code_that_was_edited_after_its_import_does_not_run(
     names: dict[str, Any] = {"Quick": Quick, "__name__": "__main__"}
     code = "class Own(Quick):\n def plan(self): return {'value': value()}"
     exec(f"{cell}{code}", names)
-    own = names["Own"]
-    before = code_digests(own, OwnStudy, is_new=True)
+    kind = names["Own"]
+    before = code_of(kind, OwnStudy, is_new=True).digests
     helper.write_text("def value(): return 22\n")
-    assert code_digests(own, OwnStudy) == before
+    assert code_of(kind, OwnStudy).digests == before
     with pytest.raises(InputError, match=r"edited_helper\.py was edited after it was imported"):
-        run_study(own(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
+        run_study(kind(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
     importlib.invalidate_caches()
     helper.touch()
     os.utime(helper, (2e9, 2e9))
     importlib.reload(names["edited_helper"])
     with pytest.raises(InputError, match="value is from before edited_helper was loaded again"):
-        code_digests(own, OwnStudy, is_new=True)
+        code_of(kind, OwnStudy, is_new=True)
     exec(cell, names)
-    assert code_digests(own, OwnStudy, is_new=True) != before
+    assert code_of(kind, OwnStudy, is_new=True).digests != before
 
 
 @pytest.mark.parametrize(
@@ -581,20 +617,20 @@ def test_constants_of_a_module_that_is_loaded_again_belong_to_the_code(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_rates.py").write_text("RATE = 1\n")
     (tmp_path / "own_rated.py").write_text(
-        "from own_rates import RATE\nfrom mlxstacks.study.engine import OwnStudy\n"
+        "from own_rates import RATE\nfrom mlxstacks.study.own import OwnStudy\n"
         "class Own(OwnStudy):\n def f(self):\n  import json\n  from own_lazy import x\n"
     )
     (tmp_path / "own_lazy.py").write_text("raise SystemExit('imported')")
     importlib.invalidate_caches()
     kind = importlib.import_module("own_rated").Own
-    before = code_digests(kind, OwnStudy, is_new=True)
+    before = code_of(kind, OwnStudy, is_new=True).digests
     assert before.keys() == {"own_rated.py", "own_rates.py", "own_lazy.py"}
     (tmp_path / "own_rates.py").write_text("RATE = 222\n")
     importlib.reload(sys.modules["own_rates"])
     with pytest.raises(InputError, match=r"own_rated\.py has values from before own_rates was loa"):
-        code_digests(kind, OwnStudy, is_new=True)
+        code_of(kind, OwnStudy, is_new=True)
     kind = importlib.reload(sys.modules["own_rated"]).Own
-    assert code_digests(kind, OwnStudy, is_new=True) != before
+    assert code_of(kind, OwnStudy, is_new=True).digests != before
 
 
 def test_an_import_inside_a_function_is_no_reload(
@@ -603,14 +639,14 @@ def test_an_import_inside_a_function_is_no_reload(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_late.py").write_text("def late(): return 7\n")
     (tmp_path / "own_first.py").write_text(
-        "from mlxstacks.study.engine import OwnStudy\nclass Own(OwnStudy):\n"
+        "from mlxstacks.study.own import OwnStudy\nclass Own(OwnStudy):\n"
         " def f(self):\n  from own_late import late\n  return late()\n"
     )
     importlib.invalidate_caches()
     kind = importlib.import_module("own_first").Own
-    before = code_digests(kind, OwnStudy, is_new=True)
+    before = code_of(kind, OwnStudy, is_new=True).digests
     assert kind.f(None) == 7
-    assert code_digests(kind, OwnStudy, is_new=True) == before
+    assert code_of(kind, OwnStudy, is_new=True).digests == before
 
 
 def test_code_that_was_changed_within_a_log_makes_a_result_exploratory(
@@ -620,7 +656,7 @@ def test_code_that_was_changed_within_a_log_makes_a_result_exploratory(
     code = [""]
     monkeypatch.setattr(Quick, "artifacts", ("log",))
     monkeypatch.setattr(Quick, "provenance", ("log",))
-    monkeypatch.setattr(engine, "code_digests", lambda *_, **__: {"s.py": code[0]})
+    monkeypatch.setattr(own, "code_of", lambda *_, **__: Code({"s.py": code[0]}, ()))
 
     def log(self: Any, work: Path) -> Any:
         def add(work: Path) -> None:
@@ -677,7 +713,7 @@ def test_what_two_steps_leave_does_not_meet(
 
 def test_a_study_of_a_module_that_nobody_registered_has_code_too(tmp_path: Path) -> None:
     (tmp_path / "own_loose.py").write_text(
-        "from mlxstacks.study.engine import OwnStudy\n"
+        "from mlxstacks.study.own import OwnStudy\n"
         "class Own(OwnStudy):\n def f(self):\n  from . import nothing\n"
     )
     spec = importlib.util.spec_from_file_location("own_loose", tmp_path / "own_loose.py")
@@ -685,9 +721,9 @@ def test_a_study_of_a_module_that_nobody_registered_has_code_too(tmp_path: Path)
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert code_digests(module.Own, OwnStudy).keys() == {"code of Own"}
+    assert code_of(module.Own, OwnStudy).digests.keys() == {"code of Own"}
     sys.modules["own_loose"] = module
     try:
-        assert code_digests(module.Own, OwnStudy).keys() == {"own_loose.py"}
+        assert code_of(module.Own, OwnStudy).digests.keys() == {"own_loose.py"}
     finally:
         del sys.modules["own_loose"]

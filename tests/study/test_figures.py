@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlxstacks.study.document import Plot, Series
@@ -180,6 +181,19 @@ def test_every_line_is_drawn_apart_from_the_others_or_the_legend_says_so() -> No
     named = figure.axes[0].lines[:MOST_LINES]
     assert len({(line.get_color(), line.get_marker()) for line in named}) == MOST_LINES
     assert figure.legends[0].get_texts()[-1].get_text() == "1 other"
+
+
+def test_a_line_breaks_off_where_a_value_is_missing() -> None:
+    line = Series(label="s", x=(0.0, 1.0, 2.0), y=(1.0, None, 3.0))
+    (ax,) = figure_of(plot_of("lines", [line])).axes
+    assert np.isnan(ax.lines[0].get_ydata()).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["intervals", "series"])
+def test_rows_have_a_label_for_what_they_are(kind: str) -> None:
+    rows = [Series(label="s", y=(1.0, 2.0))]
+    figure = figure_of(plot_of(kind, rows, categories=("a", "b"), y_label="expert"))
+    assert figure.axes[0].get_ylabel() == "expert"
 
 
 def test_points_at_one_place_lie_within_each_other_at_their_values() -> None:

@@ -44,7 +44,7 @@ from mlxstacks.stats import mean_interval
 from mlxstacks.studies.psn.settings import PsnStacksSettings
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack.plan import data_root, listed_domains
-from mlxstacks.studies.stack.setup import StackSetup, set_up
+from mlxstacks.studies.stack.setup import StackSetup, choose_targets, set_up
 from mlxstacks.studies.train import pretrain
 from mlxstacks.studies.train.setup import SaveTimer
 from mlxstacks.study.document import Block, Columns, Plot, Series, Table, cell_of, problem_of
@@ -208,6 +208,14 @@ class _Stacks(SeedStudy):
     def data_of(self) -> dict[str, TrainDataSettings]:
         of_domains = domain_data(self.settings, self.settings.stack.validation_rows)
         return {**super().data_of(), **of_domains}
+
+    def check(self, read: Mapping[str, DomainData]) -> None:
+        layout, domains = self.settings.pretrain, self.settings.domains
+        base = base_model.build_model(pretrain.new_config(layout, layout.vocab_size))
+        try:
+            choose_targets(base, self.settings.stack.model_copy(update={"domains": domains}))
+        except InputError as error:
+            raise InputError(f"stack: {error}") from None
 
     def cell(self, seed: int, directory: Path, say: Say) -> dict[str, Any]:
         settings = self.settings

@@ -267,6 +267,7 @@ def _rows(
     ax.set_axisbelow(True)
     note = f"\n{len(labels):,} rows, every {_ordinal(step)} named" if step > 1 else ""
     ax.set_xlabel(short(plot.x_label, 120) + note + _cut_note(len(labels), count))
+    ax.set_ylabel(short(plot.y_label, 120))
     return ax
 
 
@@ -328,8 +329,10 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
     figure.set_size_inches(WIDTH, 3.1 + 0.2 * ((min(len(plot.series), MOST_LINES + 1) + 1) // 2))
     ax = figure.subplots()
     for number, series in enumerate(plot.series):
-        places = [n for n, y in enumerate(series.y) if y is not None]
-        x, y = [series.x[n] for n in places], [series.y[n] for n in places]
+        x, y, low, high = (
+            [math.nan if value is None else value for value in values]  # where a line breaks off
+            for values in (series.x, series.y, series.low or series.y, series.high or series.y)
+        )
         if number >= MOST_LINES:
             (line,) = ax.plot(
                 x, y, color=RULE, linewidth=0.8, zorder=1, linestyle="-" if joined else "",
@@ -340,13 +343,9 @@ def _draw_curves(figure: Any, plot: Plot) -> None:
                 entries.append(line)
             continue
         mark = _mark(number)
-        low, high = ([(ends or series.y)[n] for n in places] for ends in (series.low, series.high))
         colour = SERIES[number % len(SERIES)]
-        if low != y or high != y:
-            known = [n for n in range(len(x)) if low[n] is not None and high[n] is not None]
-            ax.fill_between([x[n] for n in known], [low[n] for n in known],
-                            [high[n] for n in known], color=colour, alpha=0.2,
-                            linewidth=0)  # fmt: skip
+        if series.low or series.high:
+            ax.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
         entries += ax.plot(
             x, y, color=colour, linestyle=DASHES[mark] if joined else "", marker=MARKERS[mark],
             markersize=4, markevery=max(1, len(x) // 12) if joined else 1,

@@ -233,5 +233,14 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, data: dict[str, str]) ->
     nowhere = {k: v for k, v in usual.items() if k != "validation_rows"} | {"domains": ("nope",)}
     with pytest.raises(InputError, match="no data for nope"):
         stacks.run(PsnStacksSettings.model_validate(nowhere), dry_run=True)
+    stacked = nowhere | {"domains": (), "data": str(texts)}
+    for stack, message in (
+        ({"keys": ["up_porj"]}, "(?s)^stack: .*up_porj"),
+        ({"layers": "7-9"}, "(?s)^stack: .*9"),
+        ({"stack": {"rank": 99}}, "(?s)^stack: .*rank 99"),
+    ):
+        stacked_changes: dict[str, Any] = {"stack": {"validation_rows": 4, **stack}}
+        with pytest.raises(InputError, match=message):
+            stacks.run(PsnStacksSettings.model_validate(stacked | stacked_changes), dry_run=True)
     with pytest.raises(ValueError, match="set by the study"):
         PsnBlocksSettings.model_validate({"pretrain": {"seed": 4}})
