@@ -18,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from mlxstacks import base_model
+from mlxstacks.base_model import change
 from mlxstacks.layers.adapted import adapted_layers, pop_balances, put_balances
 
 Named = list[tuple[str, mx.array]]
@@ -188,17 +188,17 @@ def last_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
 @contextmanager
 def equal_experts() -> Iterator[list[mx.array]]:
     """Grouped experts get equal numbers of rows; gives what a run evaluates to count them."""
-    real, noted = base_model.rows_of_experts, list[mx.array]()
+    real, noted = change.rows_of_experts, list[mx.array]()
 
     def rows(indices: mx.array, num_experts: int) -> np.ndarray:
         noted.append(indices)
         return np.bincount(np.arange(indices.size) % num_experts, minlength=num_experts)
 
-    base_model.rows_of_experts = rows
+    change.rows_of_experts = rows
     try:
         yield noted
     finally:
-        base_model.rows_of_experts = real
+        change.rows_of_experts = real
 
 
 def _forget(modules: Sequence[Any]) -> None:

@@ -166,7 +166,7 @@ def main() -> None:
             gc.collect()
             before = counter.live
             case = StackCase(**fields)
-            base_model.LEAST_EXPERT_BYTES = 0 if case.grouped else 1 << 20
+            base_model.change.LEAST_EXPERT_BYTES = 0 if case.grouped else 1 << 20
             print(json.dumps(count(case, counter) | {"before": before}), flush=True)
 
 

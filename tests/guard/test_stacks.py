@@ -59,7 +59,7 @@ def test_prediction_is_within_bounds_of_the_count(
     case: StackCase, counts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case.grouped:
-        monkeypatch.setattr(base_model, "LEAST_EXPERT_BYTES", 0)
+        monkeypatch.setattr(base_model.change, "LEAST_EXPERT_BYTES", 0)
     found, count = predict_training(case.config(), case.settings()), counts[str(case)]
     buffers = found.buffers / (count["buffers"] - count["before"]) - 1
     assert found.nbytes is not None

@@ -49,7 +49,7 @@ ABOUT = {
     "title": "Agreement",
     "question": "How far do the next tokens differ from the reference's?",
 }
-JUDGE = Path(base_model.__file__).parent / "assets" / "judge.jsonl"
+JUDGE = Path(__file__).resolve().parents[2] / "assets" / "judge.jsonl"
 BASE = "without the adapter"
 REFERENCE = "reference.safetensors"
 _RESAMPLES_SEED = 0
