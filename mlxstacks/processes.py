@@ -28,9 +28,10 @@ def current_group() -> mx.distributed.Group | None:
     if _DEALING.get() is not None or not any(v.startswith(_OF_A_GROUP) for v in os.environ):
         return None
     hosts = os.environ.get("MLX_HOSTFILE")
+    by_mpi = any(os.environ.get(name, "1") != "1" for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     try:
         if hosts is None:
-            strict = "MLX_RANK" in os.environ and mx.distributed.is_available()
+            strict = by_mpi or ("MLX_RANK" in os.environ and mx.distributed.is_available())
             group = mx.distributed.init(strict=strict)
         elif not Path(hosts).read_text().strip():  # what `mlx.launch -n 1` gives
             return None
@@ -40,6 +41,7 @@ def current_group() -> mx.distributed.Group | None:
         raise InputError(
             f"the processes cannot be joined: {error}; start them with mlx.launch, which writes "
             "the list of hosts that MLX_HOSTFILE names"
+            + (", or name the library of MPI in MLX_MPI_LIBNAME" if by_mpi else "")
         ) from None
     return group if group.size() > 1 else None
 

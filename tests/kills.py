@@ -5,7 +5,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,23 +61,22 @@ def forget(target: Path) -> None:
 
 
 def kill_at_any_operation(
-    recipe: Path, target: Path, runs: Iterable[object], results: Callable[[], object]
-) -> int:
-    """Each run dies before some operation, and the next goes on; what is whole has the results of a
-    run that was not killed. How many were killed.
+    recipe: Path, target: Path, kills: int, results: Callable[[], object]
+) -> None:
+    """Each run dies before some operation, and the next goes on, until so many were killed; what is
+    whole has the results of a run that was not.
     """
     counter = target.parent.with_name("operations")
     hook = partial(note, str(counter), str(target.parent))
     assert ended(start_command_line(["run", str(recipe)], hook)) == 0
     expected, most = results(), int(counter.read_bytes())
     forget(target)
-    chance, kills = random.Random(1), 0
-    for _ in runs:
-        kills += start(recipe, chance.randint(1, most), target.parent) == -signal.SIGKILL
+    chance = random.Random(1)
+    while kills > 0:
+        kills -= start(recipe, chance.randint(1, most), target.parent) == -signal.SIGKILL
         if target.exists():  # done before the kill, or all but clearing away: begin another
             assert results() == expected
             forget(target)
     assert start(recipe, 0, target.parent) == 0
     assert results() == expected
     assert not work_path(target).exists()
-    return kills

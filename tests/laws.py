@@ -124,6 +124,7 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Processes that share whole batches train to the bytes of one process.": (
             "training/test_group.py::test_whole_batches_give_the_bytes_of_one_process",
+            "studies/train/test_pretrain.py::test_two_processes_train_like_one",
             "studies/stack/test_forms.py::test_two_processes_that_share_whole_batches_train_the_bytes_of_one",
             "studies/stack/test_align.py::test_two_processes_replace_it_by_what_one_does",
         ),

@@ -359,8 +359,14 @@ def random_key(text: str) -> mx.array:
 
 
 def clip_by_global_norm(gradients: Any, largest: float) -> tuple[Any, mx.array]:
-    """Gradients scaled so that their joint norm is at most `largest`, and the norm before."""
-    squares = tree_reduce(lambda total, g: total + mx.sum(g * g), gradients, mx.array(0.0))
+    """Gradients scaled so that their joint norm is at most `largest`, and the norm before.
+
+    Law: the same bytes whatever the layout in memory of the gradients, which is another one where
+    processes sum them; the order of a sum follows it.
+    """
+    squares = tree_reduce(
+        lambda total, g: total + mx.sum(mx.square(mx.contiguous(g))), gradients, mx.array(0.0)
+    )
     norm = mx.sqrt(squares)
     factor = mx.minimum(largest / (norm + 1e-6), 1.0)
     return tree_map(lambda g: g * factor, gradients), norm

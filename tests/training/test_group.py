@@ -5,9 +5,13 @@ Run: pytest tests/training/test_group.py
 """
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxstacks.errors import InputError
@@ -107,6 +111,29 @@ def test_batches_that_cannot_be_shared_evenly_are_refused(tmp_path: Path) -> Non
     settings = AlignSettings(**values.model_dump(exclude_unset=True) | {"method": "orpo"})
     assert run_in_group(tmp_path, settings) != [0, 0]
     assert "has to be a multiple of 2; it is 1" in (tmp_path / "0").read_text()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI")
+def test_mpirun_joins_processes(tmp_path: Path) -> None:
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-m", __name__]
+    env = {**os.environ, **dict.fromkeys(names, "1")}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_processes_of_mpi_without_its_library_do_not_work_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(mx.distributed, "init", _not_there)
+    with pytest.raises(InputError, match=r"cannot be joined: .*library of MPI in MLX_MPI_LIBNAME"):
+        current_group()
+
+
+def _not_there(*, strict: bool) -> None:
+    assert strict
+    raise RuntimeError("[distributed] Couldn't initialize any backend")
 
 
 def test_hosts_that_cannot_be_joined_are_refused(

@@ -137,10 +137,15 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path, texts: Path) -> N
 
 
 @needs_group
-def test_two_processes_train_like_one(tmp_path: Path, texts: Path) -> None:
+@pytest.mark.parametrize("batches", [1, 2])
+def test_two_processes_train_like_one(tmp_path: Path, texts: Path, batches: int) -> None:
+    """To the byte where each takes whole batches."""
     one, two = tmp_path / "one", tmp_path / "two"
-    pretrain.run(settings_to(one, texts))
-    assert in_group(tmp_path, *command_of(settings_to(two, texts))) == [0, 0]
+    changes = {"grad_accumulation_steps": batches}
+    pretrain.run(settings_to(one, texts, **changes))
+    assert in_group(tmp_path, *command_of(settings_to(two, texts, **changes))) == [0, 0]
     assert Result.open(two).data["processes"] == 2
+    if batches == 2:
+        assert (two / FILES[0]).read_bytes() == (one / FILES[0]).read_bytes()
     weights = [mx.load(str(path / FILES[0])) for path in (one, two)]
     assert all(mx.allclose(w, weights[1][name], atol=1e-3).item() for name, w in weights[0].items())
