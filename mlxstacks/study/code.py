@@ -1,11 +1,13 @@
 """The code of a study of one's own, so that a change of it between two steps is seen."""
 
 import ast
+import dis
 import inspect
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
@@ -15,7 +17,14 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
 from itertools import accumulate, count
 from pathlib import Path, PurePath
-from types import CodeType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -49,87 +58,123 @@ class Code:
     unwatched: tuple[str, ...]
 
 
-def code_of(kind: type, until: type, *, is_new: bool = False) -> Code:
+def code_of(
+    kind: type, until: type, held: Mapping[str, Any] = MappingProxyType({}), *, is_new: bool = False
+) -> Code:
     """Followed are imports of files, wherever they stand, and what a function in a cell names:
     modules, classes, functions and objects, but for those of installed packages; constants, arrays
     and data frames.
 
-    until: the base of all studies, which is not part of this one. is_new: refuse a file that was
-        edited since, and a function of before its module was loaded again. Raises: InputError.
+    until: the base of all studies, which is not part of this one. held: what its object holds
+        besides, by name. is_new: refuse a file that was edited since, and a function of before its
+        module was loaded again. Raises: InputError.
     """
     own = sys.modules.get(kind.__module__)
-    home = Path(getattr(own, "__file__", None) or ".").absolute().parent
-    files, cells, seen = dict[str, str](), set[str](), set[object]()
-    unwatched = set[str]()
+    reader = _Reader(Path(getattr(own, "__file__", None) or ".").absolute().parent, is_new)
+    for value in kind.__mro__[: kind.__mro__.index(until)]:
+        reader.follow(value)
+    if reader.cells:
+        for name, value in held.items():
+            reader.use(f"self.{name}", value)
+        digest = sha256("\n".join(sorted(reader.cells)).encode()).hexdigest()
+        reader.files[f"code of {kind.__name__}"] = digest[:16]
+    return Code(reader.files, tuple(sorted(reader.unwatched)))
 
-    def follow_file(path: Path, module_name: str, package: str) -> None:
-        if path in seen:
+
+class _Reader:
+    """home: what names of files begin at. files, unwatched: as in `Code`. cells: what stands in
+    cells.
+    """
+
+    def __init__(self, home: Path, is_new: bool) -> None:
+        self.home, self.is_new = home, is_new
+        self.files = dict[str, str]()
+        self.cells, self.unwatched = set[str](), set[str]()
+        self._seen = set[object]()
+
+    def follow(self, value: Any) -> None:
+        """A module, or a class or function by where it is defined."""
+        module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+        if (file := getattr(module, "__file__", None)) is not None:
+            path = Path(file).absolute()
+            if path.is_file() and not is_installed(path):
+                assert module is not None
+                self._follow_file(path, module.__name__, module.__package__ or "")
+        # a module that nobody registered is read like cells
+        elif module in (None, sys.modules["__main__"]) and value not in (module, *self._seen):
+            self._seen.add(value)
+            if isinstance(value, type):
+                self._follow_class(value)
+            else:
+                self._follow_function(value, "")
+
+    def _follow_file(self, path: Path, module_name: str, package: str) -> None:
+        if path in self._seen:
             return
-        seen.add(path)
-        name = path.relative_to(home) if path.is_relative_to(home) else path.name
+        self._seen.add(path)
+        name = path.relative_to(self.home) if path.is_relative_to(self.home) else path.name
         module = sys.modules.get(module_name)
-        files[str(name)] = _loaded_digest(path, module, is_new)
+        self.files[str(name)] = _loaded_digest(path, module, self.is_new)
         for imported, is_copied in _imports(path, package):
             spec = _own_spec(imported)
             if spec is None:
                 continue
             source = Path(str(spec.origin)).absolute()
-            follow_file(source, imported, spec.parent or "")
-            if is_new and is_copied and _LOADED[source][2] > _LOADED[path][2]:
+            self._follow_file(source, imported, spec.parent or "")
+            if self.is_new and is_copied and _LOADED[source][2] > _LOADED[path][2]:
                 raise InputError(
                     f"{name} has values from before {imported} was loaded again; "
                     f"importlib.reload({module_name}), or restart"
                 )
 
-    def follow(values: Iterable[Any]) -> None:
-        for value in values:
-            is_module = isinstance(value, ModuleType)
-            if not is_module and not isinstance(value, FunctionType | type):
-                continue
-            module = value if is_module else sys.modules.get(value.__module__)
-            if (file := getattr(module, "__file__", None)) is not None:
-                path = Path(file).absolute()
-                if path.is_file() and not is_installed(path):
-                    assert module is not None
-                    follow_file(path, module.__name__, module.__package__ or "")
-            # a module that nobody registered is read like cells
-            elif module in (None, sys.modules["__main__"]) and value not in (module, *seen):
-                seen.add(value)
-                follow_cell(value)
+    def _follow_class(self, kind: type) -> None:
+        for base in kind.__bases__:
+            self.follow(base)
+        for name, part in [*vars(kind).items()]:
+            if function := _function(part):
+                self._follow_function(function, f"{kind.__qualname__}.{name}")
+            elif name[:2] != "__":  # its line, its module
+                self.use(name, part, f"{kind.__qualname__}.")
 
-    def follow_cell(value: type | FunctionType) -> None:
-        is_class = isinstance(value, type)
-        follow(getattr(value, "__bases__", ()))
-        for name, part in [*vars(value).items()] if is_class else [("", value)]:
-            function = _function(part)
-            if function is None and name[:2] == "__":  # its line, its module
-                continue
-            note(name, part, f"{value.__qualname__} ")
-            if isinstance(part, type):
-                follow([part])
-            held = function.__globals__ if function else {}
-            for used in sorted(_names(function) & held.keys()):
-                part = inspect.unwrap(held[used]) if callable(held[used]) else held[used]
-                if not isinstance(part, FunctionType | type):
-                    note(used, part)
-                elif is_new and _is_former(part):
-                    raise InputError(
-                        f"{used} is from before {part.__module__} was loaded again; import it again"
-                    )
-                follow([part])
+    def _follow_function(self, function: FunctionType, name: str) -> None:
+        """name: of a method. What installed packages put around a function is theirs."""
+        if isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
+            self._follow_function(inner, name)
+        code = function.__code__
+        if is_installed(code.co_filename):
+            return
+        name = name or function.__qualname__
+        self.cells.add(f"{name} {_code_of(code)}")
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for place, value in enumerate(defaults):
+            self.use(f"default {place}", value, f"{name} ")
+        for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # nothing is in it yet
+                self.use(free, cell.cell_contents, f"{name} ")
+        for used in sorted(_globals_in(code) & function.__globals__.keys()):
+            value = function.__globals__[used]
+            if self.is_new and isinstance(value, FunctionType | type) and _is_former(value):
+                raise InputError(
+                    f"{used} is from before {value.__module__} was loaded again; import it again"
+                )
+            self.use(used, value)
 
-    def note(name: str, value: Any, of: str = "") -> None:
+    def use(self, name: str, value: Any, of: str = "") -> None:
+        """A value that code in a cell names; of: what it has to be told apart by."""
+        if isinstance(value, MethodType):
+            self.use(f"{name} of", value.__self__, of)
+        function = _function(value)
+        if function or isinstance(value, type | ModuleType):
+            self.cells.add(f"{of}{name} = {getattr(function or value, '__qualname__', '')}")
+            self.follow(function or value)
+            return
+        if not isinstance(value, _TOLD_BY_REPR):
+            self.follow(type(value))
         try:
-            cells.add(f"{of}{name} = {_code_of(value)}")
+            self.cells.add(f"{of}{name} = {_code_of(value)}")
         except (TypeError, RecursionError):
             if not name.startswith("_"):
-                unwatched.add(f"{name} ({type(value).__name__})")
-
-    follow(kind.__mro__[: kind.__mro__.index(until)])
-    if cells:
-        digest = sha256("\n".join(sorted(cells)).encode()).hexdigest()
-        files[f"code of {kind.__name__}"] = digest[:16]
-    return Code(files, tuple(sorted(unwatched)))
+                self.unwatched.add(f"{name} ({type(value).__name__})")
 
 
 def _imports(path: Path, package: str) -> Iterator[tuple[str, bool]]:
@@ -193,7 +238,9 @@ def _is_former(value: FunctionType | type) -> bool:
     current = getattr(module, value.__name__, value)
     if not getattr(module, "__file__", None) or current is value:
         return False
-    return isinstance(value, type) or _code_of(current) != _code_of(value)
+    if isinstance(current, FunctionType) and isinstance(value, FunctionType):
+        return _code_of(current.__code__) != _code_of(value.__code__)
+    return True
 
 
 def is_installed(file: str | Path) -> bool:
@@ -204,28 +251,31 @@ def is_installed(file: str | Path) -> bool:
 
 
 def _function(value: Any) -> FunctionType | None:
-    """What a method of any kind runs."""
-    for name in ("__func__", "fget"):
+    """What a function, a method or property of any kind, or one that numpy vectorized, runs."""
+    for name in ("__func__", "fget", "pyfunc"):
         value = getattr(value, name, value)
     if isinstance(value, cached_property):
         value = value.func
-    return inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    if not isinstance(value, FunctionType | type):
+        value = inspect.unwrap(value) if callable(value) else value
+    return value if isinstance(value, FunctionType) else None
 
 
-def _names(function: FunctionType | None) -> set[str]:
-    names, waiting = set[str](), [function.__code__] if function else []
-    while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
-    return names
+def _globals_in(code: CodeType) -> set[str]:
+    """Names of globals that code reads, with what is defined within it."""
+    names = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+    }
+    return names.union(*(_globals_in(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _code_of(value: Any) -> object:
-    """What a function does, and a value is, the same in every process; nothing of what is watched
-    elsewhere. Raises: TypeError: a value whose kind has no digest.
+    """What code does, and a value is, the same in every process.
+
+    Raises: TypeError: a value whose kind has no digest.
     """
-    value = getattr(_function(value), "__code__", value)
     kind = type(value)
     if isinstance(value, CodeType):
         return value.co_code, value.co_names, [*map(_code_of, value.co_consts)]
@@ -247,6 +297,8 @@ def _code_of(value: Any) -> object:
         return array.shape, str(value.dtype), sha256(data).hexdigest()
     if hasattr(value, "columns") and hasattr(value, "to_csv"):  # a frame of pandas
         return sha256(value.to_csv().encode()).hexdigest()
-    if isinstance(value, type | ModuleType) or hasattr(value, "__name__"):
-        return ""
+    if function := _function(value):  # within a list, say
+        return _code_of(function.__code__)
+    if isinstance(value, type | ModuleType | BuiltinFunctionType | np.ufunc):
+        return getattr(value, "__name__", "")
     raise TypeError(kind)

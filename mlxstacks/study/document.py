@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -15,6 +15,9 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
 
 RESULT = "result.json"
 
@@ -162,18 +165,19 @@ class Table(_Part):
         id: str,
         title: str,
         columns: Columns,
-        rows: Iterable[Sequence[Cell] | Mapping[str, Cell]],
+        rows: "Iterable[Sequence[Cell] | Mapping[str, Cell]] | pandas.DataFrame",
         **more: Any,
     ) -> "Table":
-        """rows: of cells, or dicts by the names of columns. more: caption, folded."""
+        """rows: of cells, or dicts by the names of columns, or a data frame that has these. more:
+        caption, folded.
+        """
+        if callable(records := getattr(rows, "to_dict", None)):
+            rows = records("records")
         parts = []
         for name, kind in columns.items():
             kind, digits = (kind, None) if isinstance(kind, str) else kind
             parts.append(Column(name=name, kind=kind, digits=digits))
-        cells = (
-            tuple(row[name] for name in columns) if isinstance(row, Mapping) else tuple(row)
-            for row in rows
-        )
+        cells = [_cells_of(row, columns, id) for row in rows]
         return cls(id=id, title=title, columns=tuple(parts), rows=tuple(cells), **more)
 
     @model_validator(mode="after")
@@ -188,6 +192,18 @@ class Table(_Part):
                     what = f"{cell} is no {column.kind} ({column.name})"
                     raise ValueError(f"table {self.id}: row {at}: {what}")
         return self
+
+
+def _cells_of(
+    row: Sequence[Cell] | Mapping[str, Cell], columns: Columns, id: str
+) -> Sequence[Cell]:
+    if isinstance(row, str):
+        raise ValueError(f"table {id}: {row!r:.60} is no row; a row is a tuple of cells, or a dict")
+    if isinstance(row, Mapping):
+        if lost := columns.keys() - row.keys():
+            raise ValueError(f"table {id}: a row has no {min(lost)}; it has {', '.join(row)}")
+        return tuple(row[name] for name in columns)
+    return tuple(row)
 
 
 def _holds(low: Any, value: Any, high: Any) -> bool:

@@ -15,7 +15,7 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import PLACES
 from mlxstacks.settings import Settings
-from mlxstacks.study.code import code_of, is_installed
+from mlxstacks.study.code import Code, code_of, is_installed
 from mlxstacks.study.document import RESULT, problem_of
 from mlxstacks.study.engine import Checks, Step, Study, run_study, step_record
 from mlxstacks.study.integrity import file_sha256
@@ -59,7 +59,7 @@ class OwnChecks(Checks):
 
     def run(self, study: Study, run: Callable[[], Result], *, dry_run: bool) -> Result:
         assert isinstance(study, OwnStudy)
-        code_of(type(study), OwnStudy, is_new=True)
+        study._read_code(is_new=True)
         try:
             return (None if dry_run else _read_finished(study)) or run()
         except InputError as error:
@@ -70,7 +70,8 @@ class OwnChecks(Checks):
             raise InputError(f"{study.kind}: {part}{problem_of(error)}") from error
 
     def code(self, study: Study) -> dict[str, str]:
-        return code_of(type(study), OwnStudy).digests
+        assert isinstance(study, OwnStudy)
+        return study._code_read.digests or study._read_code()
 
     def after_steps(self, study: Study, work: Path) -> None:
         """Raises: InputError: the study names what no step left, and would lose what it meant; or
@@ -103,7 +104,7 @@ class OwnChecks(Checks):
         kept = {*found_files(work, study.artifacts)}
         names = [name for written in step_record(work).values() for name in written["sha256"]]
         lost = [name for name in names if not {work / name, *(work / name).parents} & kept]
-        unwatched = code_of(type(study), OwnStudy).unwatched
+        unwatched = study._code_read.unwatched
         notes = {
             "Not kept, for artifacts do not name it": lost,
             "Used, but not watched for changes": unwatched,
@@ -120,6 +121,7 @@ class OwnStudy(Study):
     kind = title = question = ""
     settings: RunSettings
     _checks = OwnChecks()
+    _code_read = Code({}, ())
 
     def __init_subclass__(cls) -> None:
         with suppress(OSError):  # notes the files as they were imported
@@ -149,6 +151,12 @@ class OwnStudy(Study):
         """SHA-256 of each file that `inputs` name or hold. Raises: InputError: one is not there."""
         files = (file for path in self.inputs if path is not None for file in _files_of(path))
         return {str(name): file_sha256(path) for name, path in files}
+
+    def _read_code(self, *, is_new: bool = False) -> dict[str, str]:
+        """As it is now: what a run fills while it works is no change of its code."""
+        held = {n: v for n, v in vars(self).items() if n not in ("settings", "_code_read")}
+        self._code_read = code_of(type(self), OwnStudy, held, is_new=is_new)
+        return self._code_read.digests
 
     def result(self, **fields: Any) -> Result:
         """For `conclude`: outcome, verdict, data and blocks under the study's head."""
@@ -270,7 +278,7 @@ def _read_finished(study: OwnStudy) -> Result | None:
     result, planned = Result.open(target), study.planned()
     plan = json.loads(json.dumps(planned.plan))  # as it would be read back: lists for tuples
     if (result.kind, result.plan) == (planned.kind, plan):
-        now = code_of(type(study), OwnStudy).digests
+        now = study._read_code()
         if {*now.values()} <= {*result.environment.versions.values()}:
             return result
         before = {*result.environment.versions.values()}

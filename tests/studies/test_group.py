@@ -33,29 +33,41 @@ CELLS: dict[str, Any] = {"sweep": sweep_cases.Cells(), "stack compare": compare_
 
 
 def main() -> None:
-    """COMMAND SETTINGS [RANK BATCHES]: RANK dies before it has that many batches answered."""
+    """COMMAND SETTINGS [RANK COUNT]: RANK dies before it has done that many batches or cells. Each
+    that is done is printed.
+    """
     command, settings, *fatal = sys.argv[1:]
-    if fatal and os.environ.get("MLX_RANK") == fatal[0]:
-        append, left = answer_log.AnswerLog.append, int(fatal[1])
+    left = int(fatal[1]) if fatal and os.environ["MLX_RANK"] == fatal[0] else -1
+    append = answer_log.AnswerLog.append
 
-        def dying(log: Any, rows: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            append(log, rows)
+    def done(what: str) -> None:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        print("did", what, flush=True)
 
-        answer_log.AnswerLog.append = dying  # type: ignore[assignment, method-assign]
-    run(command, json.loads(settings))
+    def appending(log: Any, rows: Any) -> None:
+        if "start" in (rows := [*rows])[0]:  # a batch of this process
+            done(f"{log.path.name} {rows[0]['start']}")
+        append(log, rows)
+
+    def cell(module: str, specification: Any, log: Path, on_message: Callable[[Any], None]) -> int:
+        code: int = CELLS[command](module, specification, log, on_message)
+        done(f"{log.parent.name} {log.name}")
+        return code
+
+    answer_log.AnswerLog.append = appending  # type: ignore[assignment, method-assign]
+    run(command, json.loads(settings), cell)
 
 
 if __name__ == "__main__":
     main()
 
 
-def run(command: str, settings: dict[str, Any]) -> None:
+def run(command: str, settings: dict[str, Any], cell: Any = None) -> None:
     if command in CELLS:
-        child_process.run_child = CELLS[command]
+        child_process.run_child = cell or CELLS[command]
     row = COMMANDS[command]
     load(row.function)(load(row.settings).model_validate(settings))
 
@@ -146,20 +158,33 @@ def test_two_processes_come_to_what_one_comes_to(
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".work")]
 
 
-@pytest.mark.parametrize(("dies", "batches"), [("1", "0"), ("0", "2")])
+@pytest.mark.parametrize(
+    ("command", "dies", "count"),
+    [("eval", "1", "0"), ("eval", "0", "2"), ("sweep", "1", "0"),
+     pytest.param("stack compare", "1", "0", marks=pytest.mark.slow),
+     pytest.param("confound", "1", "1", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_where_one_dies_the_work_of_the_other_stays(
     settings: dict[str, dict[str, Any]],
     one_process: Callable[[str], Path],
     tmp_path: Path,
+    command: str,
     dies: str,
-    batches: str,
+    count: str,
 ) -> None:
-    one, two = one_process("eval"), tmp_path / "two"
-    given = json.dumps(settings["eval"] | {"save_path": str(two)})
-    first, second = in_group(tmp_path, "eval", given, dies, batches, module=__name__)
+    def done() -> list[str]:
+        printed = (tmp_path / "0").read_text() + (tmp_path / "1").read_text()
+        return [line for line in printed.splitlines() if line.startswith("did ")]
+
+    one, two = one_process(command), tmp_path / "two"
+    given = json.dumps(settings[command] | {"save_path": str(two)})
+    first, second = in_group(tmp_path, command, given, dies, count, module=__name__)
     assert (first if dies == "0" else second) == -signal.SIGKILL
     assert "another process of the group has ended" in (tmp_path / str(1 - int(dies))).read_text()
     assert not two.exists()
-    assert in_group(tmp_path, "eval", given, module=__name__) == [0, 0]
+    before = done()
+    assert in_group(tmp_path, command, given, module=__name__) == [0, 0]
+    assert before
+    assert not {*before} & {*done()}
     told = "notes", "details", "arms"  # of a process, that it was resumed
     assert contents(two, *told) == contents(one, *told)

@@ -399,8 +399,9 @@ def test_steps_have_names_and_outputs_of_their_own(
 PREAMBLE = (
     "import mlx.core as mx, numpy as np, pandas as pd\nfrom pathlib import Path\n"
     "from dataclasses import dataclass\nfrom functools import cache, partial\n"
-    "@dataclass\nclass Reply: text: str\n"
+    "@dataclass\nclass Reply:\n text: str\n def get(self, x): return self.text\n"
 )
+BARE = "def bare(f):\n def inner(*a): return f(*a)\n return inner"
 
 
 def _cells(code: str, lines: int = 0) -> str:
@@ -440,11 +441,43 @@ def test_code_is_told_by_what_it_does_not_by_where_it_stands(
                 )
             ),
             "@cache\ndef helper(x): return 1", "@cache\ndef helper(x): return 2",
+            *(f"def helper(x, n={n}): return n" for n in (1, 2)),
+            *(f"def helper(x, *, n={n}): return n" for n in (3, 4)),
+            *(f"def make(n): return lambda x: n\nhelper = make({n})" for n in (5, 6)),
+            *(f"{BARE}\n@bare\ndef helper(x): return {n}" for n in (7, 8)),
+            *(f"{PREAMBLE}@np.vectorize\ndef helper(x): return {n}" for n in (9, 10)),
+            *(f"{PREAMBLE}helper = Reply({n}).get" for n in (11, 12)),
         )
     ]  # fmt: skip
     assert len({*map(_cells, codes)}) == len(codes)
     assert _cells(codes[0]) == _cells(codes[0], lines=5)
     assert _cells(codes[0]) == _cells(f"other = 1\ndef unused(): pass\n{codes[0]}")
+    attribute = "class Own(Quick):\n def steps(self, work): return work.x"
+    assert _cells(f"x = 1\n{attribute}") == _cells(f"x = 2\n{attribute}")
+
+
+def test_what_a_study_was_given_belongs_to_it_as_it_was_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_cells(monkeypatch)
+    cell = (
+        "SEEN = []\nclass Own(Quick):\n"
+        " def __init__(self, settings, rows):\n"
+        "  super(Own, self).__init__(settings); self.rows = rows\n"
+        " def conclude(self, work):\n"
+        "  SEEN.append(1)\n"
+        "  return self.result(outcome='none', verdict=f'{self.rows}.')\n"
+    )
+
+    def run(rows: Any) -> Result:
+        names = {"Quick": Quick, "__name__": "__main__"}
+        exec(cell, names)  # as after a restart
+        given = coin.CoinSettings(save_path=str(tmp_path / "coin"))
+        return run_study(names["Own"](given, rows))  # type: ignore[operator]
+
+    run(np.array([1]))
+    assert "Changed" not in str(run(np.array([1])).notes)
+    assert "Changed since this was made: code of Own" in str(run(np.array([2])).notes)
 
 
 def test_what_cannot_be_watched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

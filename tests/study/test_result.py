@@ -361,6 +361,14 @@ def test_the_page_on_studies_shows_every_kind_as_it_is_printed() -> None:
         assert re.search(rf"^\| [^|]*`{kind}`", page, re.M), kind
 
 
+def test_rows_of_a_table_may_be_a_data_frame() -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"n": [1, 2], "x": ["p", "q"]})
+    assert Table.of("t", "T", {"x": "text", "n": "count"}, frame).rows == (("p", 1), ("q", 2))
+    for row, message in (("ab", "'ab' is no row; a row is a tuple"), ({"x": 1}, "no n; it has x")):
+        with pytest.raises(ValueError, match=message):
+            Table.of("t", "T", {"x": "text", "n": "count"}, [row])
+
+
 def test_columns_of_numbers_are_numeric() -> None:
     pytest.importorskip("pandas")
     columns: Any = {"arm": "text", "loss": ("number", 4), "none": "share", "rows": "count"}
