@@ -105,9 +105,14 @@ def make_command(name: str) -> "TableCommand":
 
 
 def _with_options(message: str, flags: Mapping[str, str]) -> str:
-    """`--top-p` for `top_p`; a plain word, as `pin`, only where it is what the line is about."""
+    """`--top-p` for `top_p`; a plain word, as `pin`, only where it is what the line is about. Keys
+    that a part of the settings knows are no options.
+    """
     keys = r"(?<!--set )(?<![\w.=-])[a-z]+_[a-z_]+\b(?![=.])|(?m:^)\w+(?=: got )"
-    return re.sub(keys, lambda match: flags.get(match[0], match[0]), message)
+    return "\n".join(
+        line if "unknown key" in line else re.sub(keys, lambda m: flags.get(m[0], m[0]), line)
+        for line in message.split("\n")
+    )
 
 
 class _Translating(click.Command):

@@ -407,6 +407,8 @@ def _read_usable(
             examples.append(make_example(record, source.label, reading.passage, where))
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
+    if not examples and not dropped:
+        raise InputError(f"{source.label}: no rows")
     if not examples:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
         raise InputError(

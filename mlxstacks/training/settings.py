@@ -529,7 +529,8 @@ class StackRunSettings(Settings):
     validation_rows: int | None = Field(
         None,
         ge=1,
-        description="Validation rows of each domain given by name only. Default: 2% of its rows.",
+        description="Validation rows of each domain whose data say no number. Default: 2% of its "
+        "rows.",
     )
     rounds: int = Field(2, ge=1, description="Maximum stacks per domain.")
     layers: LayersText = Field(

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from mlxstacks.data import json_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings
-from mlxstacks.data.sources import data_files, open_source
+from mlxstacks.data.sources import data_files, open_source, read_source
 from mlxstacks.errors import InputError
 
 
@@ -274,6 +274,12 @@ def test_columns_of_csv_are_keys_of_rows(tmp_path: Path) -> None:
         assert [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows] == [
             (f"{file}, line 2", {"prompt": "a, b", "completion": "c, d"})
         ]
+    for nothing in ("", "prompt,completion\n"):
+        file.write_text(nothing)
+        with pytest.raises(InputError, match=r"rows\.csv: no rows$"):
+            read_source(
+                SourceSettings(path="rows.csv"), DomainDataSettings(sources=("rows.csv",)), tmp_path
+            )
     file.write_text("prompt,prompt,completion\na,b,c\n")
     with pytest.raises(InputError, match="line 1: prompt: the column is there twice"):
         [*open_source(SourceSettings(path="rows.csv"), tmp_path).rows]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,6 +201,12 @@ class _Evaluation(Study):
             notes.append(f"--limit {settings.limit}: a quick look, and its result is exploratory.")
         if settings.harness_tasks:
             notes.append(f"By the lm-evaluation-harness: {', '.join(settings.harness_tasks)}.")
+            try:
+                harness.find_tasks(settings.harness_tasks, settings.task_files)
+            except InputError as error:
+                if find_spec("lm_eval"):
+                    raise
+                notes.append(f"Not read: {error}")
         tasks = {task.name: task.as_json() for task in asked}
         tests = sum(len(claims_of(task.arms)) for task in asked)
         return Result(

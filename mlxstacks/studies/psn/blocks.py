@@ -184,6 +184,13 @@ class Cell:
         if not (tokenizer / "tokenizer_config.json").exists():
             texts = [text for data in (stories, *self.data.values()) for text in texts_of(data)]
             train_tokenizer(texts, self.settings.pretrain.vocab_size, tokenizer)
+        self.tokenizer = base_model.load_tokenizer(tokenizer)
+        self.rows = {
+            part: {
+                name: self._encoded(name, getattr(data, part)) for name, data in self.data.items()
+            }
+            for part in ("train", "validation")
+        }
         base = self.directory / "base"
 
         def progress(done: float, total: float, what: str = "") -> None:
@@ -192,7 +199,7 @@ class Cell:
         pretrained(
             self.settings.pretrain, base, corpus, self.seed, progress, tokenizer=str(tokenizer)
         )
-        model, self.tokenizer, self.config = base_model.load(base)
+        model, _, self.config = base_model.load(base)
         self.model: nn.Module = model
         about = corpus.model_copy(update={"mask_prompt": False})
         held = stories.validation[: self.settings.validation_rows]
@@ -201,15 +208,6 @@ class Cell:
         probe = mx.array([tokens[:PROBE] for tokens in long[:8]])
         before, loss = model(probe), evaluate_mean_loss(model, self.stories)
         self.blocked: BlockedDecoder = attach_blocks(model)
-        self.rows = {
-            part: {
-                name: encode_examples(
-                    getattr(data, part), self.tokenizer, self.about[name], self.longest
-                ).rows
-                for name, data in self.data.items()
-            }
-            for part in ("train", "validation")
-        }
         path = self.directory / "store"
         self.store = (
             Store.open(path, blocks=True)
@@ -232,6 +230,12 @@ class Cell:
             "identical_at_0": all(identical), "orthogonality": orthogonality, "losses": losses,
             "router": router, "structure": self._structure(),
         }  # fmt: skip
+
+    def _encoded(self, name: str, examples: Sequence[Example]) -> list[Row]:
+        try:
+            return encode_examples(examples, self.tokenizer, self.about[name], self.longest).rows
+        except InputError as error:
+            raise InputError(f"domain {name}: {error}; pretrain.max_seq_length sets it") from None
 
     # --- blocks -----------------------------------------------------------------------------------
 

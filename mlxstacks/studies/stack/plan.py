@@ -182,12 +182,13 @@ def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
     each = settings.grad_accumulation_steps
     complete = []
     for domain in domains:
-        of_name = DomainDataSettings(
-            sources=(f"{domain.name}.jsonl",), validation_rows=settings.validation_rows
-        )
+        of_name = DomainDataSettings(sources=(f"{domain.name}.jsonl",))
+        data = domain.data or of_name
+        if data.validation_rows is None:
+            data = data.model_copy(update={"validation_rows": settings.validation_rows})
         iters = domain.iters or settings.iters
         complete.append(domain.model_copy(update={
-            "data": (domain.data or of_name).rendered_as(settings),
+            "data": data.rendered_as(settings),
             "rounds": domain.rounds or settings.rounds,
             "learning_rate": domain.learning_rate or settings.learning_rate,
             "layers": domain.layers or settings.layers,

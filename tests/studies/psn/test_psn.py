@@ -223,6 +223,12 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path, data: dict[str, str]) ->
     ):
         with pytest.raises(InputError, match=message):
             blocks.run(PsnBlocksSettings.model_validate(usual | changes), dry_run=True)
+    long = [{"prompt": f"{i} " * 40, "completion": "x"} for i in range(9)]
+    write_rows(texts / "b.jsonl", long)
+    short = {"hidden_size": 32, "max_seq_length": 16, "vocab_size": 270}
+    with pytest.raises(InputError, match=r"^domain [ab]: none of .* cut to 16 .*_length sets"):
+        blocks.run(PsnBlocksSettings.model_validate(usual | {"pretrain": short, "seeds": (0,)}))
+    assert not [*tmp_path.glob(".out.work/cells/*/base*")]
     write_rows(texts / "a.jsonl", [{"text": f"{i} x"} for i in range(9)])
     with pytest.raises(InputError, match="domain a: its rows are texts; a router needs prompts"):
         blocks.run(PsnBlocksSettings.model_validate(usual), dry_run=True)

@@ -140,3 +140,16 @@ def test_directions_are_made_from_more_rows_than_the_loss(places: Places, tmp_pa
     assert len(rows.samples) == 230
     assert rows.evaluated == len(rows.validation) == 200
     assert rows.report()["validation_rows_evaluated"] == 200
+
+
+def test_rows_to_validate_are_asked_for_in_whatever_form_a_domain_is_given(
+    places: Places, tmp_path: Path
+) -> None:
+    named = {"name": "alpha", "data": str(places[1] / "alpha.jsonl")}
+    for given, held in (
+        (named, 8),
+        (named | {"data": {"sources": [named["data"]], "validation_rows": 5}}, 5),
+    ):
+        changes = {**ALPHA, "domains": (given,), "validation_rows": 8}
+        rows = set_up(settings_for(*places, tmp_path / "store", **changes), None).rows["alpha"]
+        assert len(rows.validation) == held
