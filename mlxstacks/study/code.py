@@ -145,12 +145,7 @@ class _Reader:
             return
         name = name or function.__qualname__
         self.cells.add(f"{name} {_code_of(code)}")
-        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for place, value in enumerate(defaults):
-            self.use(f"default {place}", value, f"{name} ")
-        for free, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # nothing is in it yet
-                self.use(free, cell.cell_contents, f"{name} ")
+        self._use_held(function, name)
         for used in sorted(_globals_in(code) & function.__globals__.keys()):
             value = function.__globals__[used]
             if self.is_new and isinstance(value, FunctionType | type) and _is_former(value):
@@ -158,6 +153,19 @@ class _Reader:
                     f"{used} is from before {value.__module__} was loaded again; import it again"
                 )
             self.use(used, value)
+
+    def _use_held(self, function: FunctionType, name: str) -> None:
+        """The defaults of a function, and what it encloses."""
+        if (function, name) in self._seen or is_installed(function.__code__.co_filename):
+            return
+        self._seen.add((function, name))
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for place, value in enumerate(defaults):
+            self.use(f"default {place}", value, f"{name} ")
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for free, cell in cells:
+            with suppress(ValueError):  # nothing is in it yet
+                self.use(free, cell.cell_contents, f"{name} ")
 
     def use(self, name: str, value: Any, of: str = "") -> None:
         """A value that code in a cell names; of: what it has to be told apart by."""
@@ -167,6 +175,8 @@ class _Reader:
         if function or isinstance(value, type | ModuleType):
             self.cells.add(f"{of}{name} = {getattr(function or value, '__qualname__', '')}")
             self.follow(function or value)
+            if function and function.__module__ != "__main__":  # made by one of a file
+                self._use_held(function, name)
             return
         if not isinstance(value, _TOLD_BY_REPR):
             self.follow(type(value))

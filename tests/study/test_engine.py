@@ -456,6 +456,20 @@ def test_code_is_told_by_what_it_does_not_by_where_it_stands(
     assert _cells(f"x = 1\n{attribute}") == _cells(f"x = 2\n{attribute}")
 
 
+def test_what_a_function_of_a_file_encloses_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_cells(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_making.py").write_text("def make(n): return lambda x: n\n")
+    codes = [
+        f"from own_making import make\nhelper = make({n})\n"
+        "class Own(Quick):\n def steps(self, work): return helper(work)"
+        for n in (1, 2)
+    ]
+    assert _cells(codes[0]) == _cells(codes[0]) != _cells(codes[1])
+
+
 def test_what_a_study_was_given_belongs_to_it_as_it_was_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
