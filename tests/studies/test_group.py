@@ -186,5 +186,13 @@ def test_where_one_dies_the_work_of_the_other_stays(
     assert in_group(tmp_path, command, given, module=__name__) == [0, 0]
     assert before
     assert not {*before} & {*done()}
-    told = "notes", "details", "arms"  # of a process, that it was resumed
-    assert contents(two, *told) == contents(one, *told)
+
+    def figures(target: Path) -> dict[str, Any]:
+        """Without what tells that a process, or a stack in its cell, was resumed."""
+        found = contents(target, "notes", "details", "arms")
+        cells = command == "stack compare"
+        return {
+            name: v for name, v in found.items() if not (cells and name.endswith("/result.json"))
+        }
+
+    assert figures(two) == figures(one)
