@@ -3,4 +3,6 @@
 from importlib.util import find_spec
 
 _NEEDED = ("anthropic", "openai", "starlette", "uvicorn")
-collect_ignore = [] if all(map(find_spec, _NEEDED)) else ["test_app.py", "test_server.py"]
+collect_ignore = (
+    [] if all(map(find_spec, _NEEDED)) else ["test_app.py", "test_page.py", "test_server.py"]
+)
