@@ -85,7 +85,8 @@ class Row:
 
 
 class Engine:
-    """models: what clients can name, as it is now; counts: since the start, by name.
+    """models: what clients can name, as it is now; counts: since the start, by name; resident:
+    bytes of each stack and adapter in memory.
 
     Other threads may read them, and call `start`, `encode`, `submit` and `stop`; everything else
     belongs to the engine's own thread, as MLX's arrays do.
@@ -100,6 +101,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.counts: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
+        self.resident: dict[str, int] = {}
         self._measured = 0.0
         self.models: tuple[str, ...] = ()
         self.notes: list[str] = []
@@ -298,6 +300,7 @@ class Engine:
 
     def _measure(self) -> None:
         self._measured = time.monotonic()
+        self.resident = self._pool.resident
         self.gauges = {
             "rows": len(self._rows),
             "stack_bytes": self._pool.nbytes,

@@ -54,6 +54,7 @@ class Scripted:
         self.asks: list[Ask] = []
         self.tickets: list[Ticket] = []
         self.counts, self.gauges = Counter(requests=3, refused_429=1), {"rows": 2}
+        self.resident = {"math": 5}
         self.script: Callable[[Ask], list[Event]] = lambda ask: [BEGUN, *pieces(HELLO)]
 
     def encode(self, ask: Ask) -> Prompt:
@@ -474,6 +475,7 @@ def test_metrics_are_prometheus_text(engine: Scripted, url: str) -> None:
     assert "mlxstacks_requests_total 3" in lines
     assert 'mlxstacks_refused_total{status="429"} 1' in lines
     assert "mlxstacks_rows 2" in lines
+    assert 'mlxstacks_resident_bytes{name="math"} 5' in lines
 
 
 # --- what else there is ---------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_page_chats_on_a_dark_phone(tmp_path: Path) -> None:
     assert (found["said"], found["bold"]) == (["<b>hi</b>"], 0)  # what is said is no markup
     assert found["texts"] == ["<i>Hello</i>"] * 3
     assert found["about"] == ["routed: math 0.50 | loaded math | 3 tokens"] * 3
-    assert found["memory"].startswith("2 under way")
+    assert found["memory"] == "2 under way, stacks 0.0 MB (math), prompts 0.0 MB"
     check_colours(found, is_dark=True)
 
 
@@ -156,5 +156,5 @@ def test_page_compares_what_the_model_answers(nano: Engine, tmp_path: Path) -> N
     assert ungated.startswith("ungated: ")
     assert re.match(r"routed: islands \d", routed), routed
     assert app.found["models"] == list(nano.models)
-    assert re.search(r"stacks \d+\.\d MB, prompts \d+\.\d MB", app.found["memory"])
+    assert re.search(r"stacks \d+\.\d MB \(adapter[\w, ]*\), prompts \d", app.found["memory"])
     check_colours(app.found, is_dark=False)
