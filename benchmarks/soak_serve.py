@@ -8,6 +8,7 @@ streams that they cut off, by JSON schemas, two answers at once; and hostile one
 client should. In the first fifth of the time the server is killed (-9) and started again on the
 same --cache-path; memory is watched in the process that serves the rest. A row is wrong that
 differs from the answer alone, unless the two likeliest tokens were within rounding there.
+Beside resident memory stand the server's own gauges of /metrics, so that growth has a place.
 Last line: JSON. Exits with 1 for a wrong row, a failure, or memory that grew by more than 2%.
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 from benchmarks.bench_serve import ask_health, free_port, write_adapters
 from mlxstacks.nano.exports import nano_paths
 
+ROWS_WANTED = 20_000
 ROUNDING = 0.01  # nats between two tokens that rounding may turn around
 PROMPTS = (
     "Who is king of Corva?", "Who are you?", "The cups with day like 88: colour?",
@@ -64,7 +66,8 @@ class Soak:
         self.known: dict[tuple[str, str, int], list[Any]] = {}
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.resident: list[tuple[float, int]] = []
+        # seconds -> resident bytes and the server's gauges, by name
+        self.measured: list[tuple[float, dict[str, float]]] = []
         self.up, self.over = threading.Event(), threading.Event()
 
     def start(self) -> None:
@@ -196,14 +199,31 @@ class Soak:
         self.counts["hostile"] += 1
 
     def watch(self, until: float) -> None:
-        """Resident bytes of the process, until then."""
+        """Memory of the process, until then: resident, and what it says itself."""
         while time.monotonic() < until and self.process.poll() is None:
             told = subprocess.run(
                 ["ps", "-o", "rss=", "-p", str(self.process.pid)], capture_output=True, text=True
             )
-            if told.stdout.strip():
-                self.resident.append((time.monotonic(), 1024 * int(told.stdout)))
+            if told.stdout.strip() and (gauges := self.gauges()):
+                resident = {"rss_bytes": 1024.0 * int(told.stdout)}
+                self.measured.append((time.monotonic(), resident | gauges))
             time.sleep(2)
+
+    def gauges(self) -> dict[str, float]:
+        """Of /metrics; none where it does not answer in time."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        except (OSError, http.client.HTTPException):
+            return {}
+        finally:
+            connection.close()
+        gauges = {line.split()[2] for line in lines if line.endswith(" gauge")}
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {
+            name.removeprefix("mlxstacks_"): float(value) for name, value in pairs if name in gauges
+        }
 
     def run(self) -> dict[str, Any]:
         self.start()
@@ -227,18 +247,27 @@ class Soak:
             thread.join()
         self.process.terminate()
         ended = self.process.wait(timeout=60)
-        times, sizes = zip(*self.resident, strict=True)
-        fifth = (times[-1] - times[0]) / 5
-        early, late = (
-            statistics.median(size for at, size in self.resident if low <= at - times[0] <= high)
-            for low, high in ((fifth, 2 * fifth), (4 * fifth, 5 * fifth))
-        )
+        memory = {
+            name: [self.median(name, 1, 2), self.median(name, 4, 5)]
+            for name in self.measured[-1][1]
+        }
+        early, late = memory["rss_bytes"]
+        most = max(one["rss_bytes"] for _, one in self.measured)
         return {
             "minutes": round((time.monotonic() - began) / 60, 1), **dict(self.counts),
+            "rows_wanted": ROWS_WANTED, "rows_met": self.counts["rows"] >= ROWS_WANTED,
             "wrong": len(self.wrong), "first_wrong": self.wrong[:5], "exit": ended,
-            "resident_mb": [round(size / 1e6) for size in (early, late, max(sizes))],
+            "resident_mb": [round(size / 1e6) for size in (early, late, most)],
             "memory_growth_percent": round(100 * (late / early - 1), 2),
+            "second_and_last_fifth": memory,
         }  # fmt: skip
+
+    def median(self, name: str, begin: int, end: int) -> float:
+        """Of a measure, from one fifth of the watched time to another."""
+        first, fifth = self.measured[0][0], (self.measured[-1][0] - self.measured[0][0]) / 5
+        return statistics.median(
+            one[name] for at, one in self.measured if begin * fifth <= at - first <= end * fifth
+        )  # fmt: skip
 
 
 def _tokens(logprobs: Any) -> list[Any]:

@@ -212,6 +212,7 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "An answer ends on the version of a stack that it began with.": (
             "serve/test_engine.py::test_row_under_way_keeps_the_version_that_it_began_with",
+            "serve/test_engine.py::test_answer_under_way_ends_as_it_began",
         ),
         "Other machines need a key; half-open, endless and forged requests reach no model.": (
             "serve/test_app.py::test_key_is_asked_for_everywhere_but_at_health",

@@ -27,6 +27,11 @@ from mlxstacks.errors import InputError
 Turns = list[dict[str, Any]]
 # Keys under which data sets and templates have the reasoning of a turn.
 REASONING_KEYS = ("reasoning_content", "thinking")
+# Names of entries that a template reads in turns, calls and tools; no text of users.
+_ENTRIES = frozenset(
+    ("content", "name", "tool_calls", "tool_call_id", "id", "type", "function", "arguments",
+     "description", "parameters", *REASONING_KEYS)
+)  # fmt: skip
 # Those that templates write as `<|role|>`.
 _ROLES = (
     "system", "developer", "user", "assistant", "model", "tool", "function", "observation",
@@ -121,8 +126,8 @@ def _with_ends_marked(chat: Chat) -> Chat:
     def put(text: str) -> str:
         return mark_ends(text, chat.tokenizer, mark)
 
-    turns = [{**_mapped(turn, put), "role": turn["role"]} for turn in chat.turns]
-    chat = _with_fewer_literals(chat, replace(chat, turns=turns, tools=_mapped(chat.tools, put)))
+    turns = [{**_mapped(turn, put, 3), "role": turn["role"]} for turn in chat.turns]
+    chat = _with_fewer_literals(chat, replace(chat, turns=turns, tools=_mapped(chat.tools, put, 2)))
     unknown = {role for turn in chat.turns if not is_known_role(role := turn["role"], source)}
     # In each place: a template may change its case.
     marked = _with_roles(chat, {role: f"{mark}{mark.join(role)}{mark}" for role in unknown})
@@ -248,13 +253,21 @@ def _marked_turn(turn: dict[str, Any], put: Callable[[str], str], tokenizer: Any
     return marked
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """JSON with each string changed, names of entries too."""
+def _mapped(value: Any, change: Callable[[str], str], levels: int = 0) -> Any:
+    """JSON with each string changed, names of entries too. levels: of mappings from the outside in
+    which the names that templates read stay.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(inner, change) for key, inner in value.items()}
-    return [_mapped(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+        return {
+            key if levels > 0 and key in _ENTRIES else _mapped(key, change): _mapped(
+                inner, change, levels - 1
+            )
+            for key, inner in value.items()
+        }
+    is_list = isinstance(value, list | tuple)
+    return [_mapped(inner, change, levels) for inner in value] if is_list else value
 
 
 def strings_of(value: Any) -> Iterator[str]:

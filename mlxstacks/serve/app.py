@@ -363,4 +363,6 @@ def metrics_text(engine: Engine) -> str:
     metric("refused_total", "counter", refused)
     for name, value in dict(engine.gauges).items():
         metric(name, "gauge", [("", value)])
+    held = [(f'{{name="{name}"}}', size) for name, size in engine.resident.items()]
+    metric("resident_bytes", "gauge", held)
     return "\n".join(lines) + "\n"

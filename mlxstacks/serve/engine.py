@@ -62,6 +62,8 @@ from mlxstacks.serve.text import AnswerText
 _PREFIXES = 64
 _IDLE_SECONDS = 0.2
 _STOPPED = "the engine has stopped"
+# What names files is not for clients.
+_LOGGED = "the server's log says why"
 # JSON has no word for what can never be said.
 LEAST_LOGPROB = -9999.0
 _log = logging.getLogger("mlxstacks.serve")
@@ -83,7 +85,8 @@ class Row:
 
 
 class Engine:
-    """models: what clients can name, as it is now; counts: since the start, by name.
+    """models: what clients can name, as it is now; counts: since the start, by name; resident:
+    bytes of each stack and adapter in memory.
 
     Other threads may read them, and call `start`, `encode`, `submit` and `stop`; everything else
     belongs to the engine's own thread, as MLX's arrays do.
@@ -98,6 +101,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.counts: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}
+        self.resident: dict[str, int] = {}
         self._measured = 0.0
         self.models: tuple[str, ...] = ()
         self.notes: list[str] = []
@@ -296,6 +300,7 @@ class Engine:
 
     def _measure(self) -> None:
         self._measured = time.monotonic()
+        self.resident = self._pool.resident
         self.gauges = {
             "rows": len(self._rows),
             "stack_bytes": self._pool.nbytes,
@@ -317,13 +322,15 @@ class Engine:
             self._refuse(ticket, 404, str(error))
         except ResourceLimitError as error:
             self._refuse(ticket, 429, str(error))
+        except StoreError as error:  # before InputError: one of another base is both
+            _log.warning("a stack or the router cannot be used: %s", error)
+            self._refuse(ticket, 503, f"a stack or the router cannot be used now; {_LOGGED}")
         except InputError as error:
             self._refuse(ticket, 400, str(error))
-        except StoreError as error:
-            self._refuse(ticket, 503, str(error))
         except (RuntimeError, MemoryError, OSError) as error:  # MLX's, while it loads or routes
             self.counts["failures"] += 1
-            self._refuse(ticket, 500, f"{type(error).__name__}: {error}")
+            _log.warning("not admitted: %s: %s", type(error).__name__, error)
+            self._refuse(ticket, 500, f"{type(error).__name__}; {_LOGGED}")
 
     def _refuse(self, ticket: Ticket, status: int, message: str) -> None:
         self.counts[f"refused_{status}"] += 1
@@ -380,11 +387,16 @@ class Engine:
         store = self._pool.store
         if store is None:
             raise UnknownModelError("there is no store, so no router: nothing is routed")
+        if ROUTED not in self._modes:
+            raise UnknownModelError("the store has no router: nothing is routed")
         self._forward.base()  # the router reads what the base alone makes of a prompt
         if self._router is None:
-            self._router = load_prompt_router(
-                store, self._model, self._tokenizer, self._settings.router_path
-            )
+            try:
+                self._router = load_prompt_router(
+                    store, self._model, self._tokenizer, self._settings.router_path
+                )
+            except InputError as error:  # not the client's: the file of --router-path has gone
+                raise StoreError(str(error)) from error
         asked = [m["content"] for m in ask.messages if m["role"] == "user" and m["content"]]
         text = ask.text if ask.text is not None else (asked or [""])[-1]
         (route,) = self._router.routes(

@@ -158,6 +158,18 @@ class StackPool:
         return blocks + sum(packed.nbytes for packed in self._sets)
 
     @property
+    def resident(self) -> dict[str, int]:
+        """Name -> bytes of the adapters and domains in memory, all versions of a domain together;
+        without blocks.
+        """
+        found: dict[str, int] = {}
+        for packed in self._sets:
+            name = packed.domains[0].rpartition("@")[0]
+            if packed.nbytes:
+                found[name] = found.get(name, 0) + packed.nbytes
+        return dict(sorted(found.items()))
+
+    @property
     def buffers(self) -> int:
         """Live buffers of packs in memory, and of products of those that rows hold; predicted."""
         return sum(map(_buffers, self._sets))

@@ -5,6 +5,7 @@ Run: pytest tests/data/test_special_text.py
 """
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,21 @@ def test_a_literal_that_template_and_content_make_together_is_text(
     assert specials("joining", hostile) == specials("joining", ids("q", "q"))
     assert f"{name.strip()}>" in tokenizer.decode(hostile)
     assert f">{argument}>" in tokenizer.decode(hostile)
+
+
+def test_names_of_entries_that_a_template_reads_stay() -> None:
+    """Also where they could end a literal, as `name` does in `<filename>`."""
+    tokenizer = deepcopy(chat_tokenizer("chatml"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<filename>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + (c.function.arguments | tojson) }}{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "add", "arguments": {"name": "<filename>"}}}
+    turns = [*user("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokens = encode_messages(turns, tokenizer).tokens
+    assert tokenizer.decode(tokens) == 'hiadd{"name": "<filename>"}'
+    assert tokenizer.convert_tokens_to_ids("<filename>") not in tokens
 
 
 def test_roles_may_be_part_of_a_marker() -> None:

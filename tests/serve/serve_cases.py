@@ -1,6 +1,11 @@
-"""nano with its stacks and an adapter, as a server holds them, and batches written step by step."""
+"""nano with its stacks and an adapter, as a server holds them, batches written step by step, and
+the command as a process.
+"""
 
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -101,3 +106,19 @@ def write(nano: Nano, jobs: Sequence[Job]) -> list[Written]:
                 nano.pool.release(rows.pop(answer.uid)[1])
         step += 1
     return written
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of `mlxstacks serve`, and its address; killed at the end."""
+    command = [sys.executable, "-m", "mlxstacks", "serve", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stderr is not None
+        lines = []
+        for line in p.stderr:
+            lines.append(line)
+            if line.startswith("Serving on "):
+                break
+        assert "Serving on " in "".join(lines[-1:]), lines
+        yield p, lines[-1].split()[2]
+        p.kill()

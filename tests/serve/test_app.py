@@ -4,25 +4,20 @@ what hostile ones get. No model.
 Run: pytest tests/serve/test_app.py
 """
 
-import asyncio
 import json
 import re
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from pydantic import BaseModel
-from starlette.responses import HTMLResponse
 
 from mlxstacks.errors import InputError
 from mlxstacks.routing.generation import Prompt
@@ -59,6 +54,7 @@ class Scripted:
         self.asks: list[Ask] = []
         self.tickets: list[Ticket] = []
         self.counts, self.gauges = Counter(requests=3, refused_429=1), {"rows": 2}
+        self.resident = {"math": 5}
         self.script: Callable[[Ask], list[Event]] = lambda ask: [BEGUN, *pieces(HELLO)]
 
     def encode(self, ask: Ask) -> Prompt:
@@ -479,78 +475,10 @@ def test_metrics_are_prometheus_text(engine: Scripted, url: str) -> None:
     assert "mlxstacks_requests_total 3" in lines
     assert 'mlxstacks_refused_total{status="429"} 1' in lines
     assert "mlxstacks_rows 2" in lines
+    assert 'mlxstacks_resident_bytes{name="math"} 5' in lines
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
-class Driven:
-    """The app, and its page once more, with a script of the test behind it and an image that does
-    not come before the script has asked for `/done`: Chromium waits for it.
-    """
-
-    def __init__(self, app: Any, script: str) -> None:
-        self._app, self._done = app, asyncio.Event()
-        page = Path(app_module.__file__).with_name("page.html").read_text()
-        self._page = page.replace("</body>", f"<img src=/held><script>{script}</script></body>")
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in ("/driven", "/held", "/done"):
-            await self._app(scope, receive, send)
-            return
-        if scope["path"] == "/done":
-            self._done.set()
-        if scope["path"] == "/held":
-            await asyncio.wait_for(self._done.wait(), 60)
-        await HTMLResponse(self._page)(scope, receive, send)
-
-
-def dom_of(url: str, directory: Path, width: int, *options: str) -> str:
-    """What Chromium makes of a page."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium here")
-    command = [
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-        f"--user-data-dir={directory / 'profile'}", f"--window-size={width},800", *options,
-        "--dump-dom", url,
-    ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-
-
-DRIVER = """
-const until = async (holds) => { while (!holds()) await new Promise((r) => setTimeout(r, 20)); };
-addEventListener("DOMContentLoaded", async () => {
-  await until(() => byId("model").value && byId("memory").textContent);
-  byId("compare").checked = true;
-  byId("text").value = "<b>hi</b>";
-  byId("ask").requestSubmit();
-  await until(() => [...document.querySelectorAll(".about")].filter(
-    (one) => one.textContent.endsWith("tokens")).length === 3);
-  const wide = document.documentElement.scrollWidth - innerWidth;
-  add(document.body, "told", `WIDER ${wide} BOLD ${document.querySelectorAll("b").length}`);
-  fetch("/done");
-});
-"""
-
-
-def test_page_chats_in_a_browser(tmp_path: Path) -> None:
-    engine: Any = Scripted()
-    engine.models = ("base-model", "math", "ungated", "routed")
-    said = [Part("reasoning", "hm"), Part("text", "<i>Hel"), Part("text", "lo</i>")]
-    engine.script = lambda ask: [BEGUN, *pieces(said)]
-    app = Driven(build_app(engine, ServeSettings(), None), DRIVER)
-    with listening_to(app) as url:
-        plain = dom_of(url, tmp_path, 1000, "--virtual-time-budget=4000")
-        assert "<option>math</option>" in plain  # under its own policy the script runs
-        dom = dom_of(f"{url}/driven", tmp_path, 390)
-    assert [ask.model for ask in engine.asks] == ["base", "ungated", "routed"]
-    assert dom.count("&lt;i&gt;Hello&lt;/i&gt;") == 3
-    assert dom.count("routed: math 0.50 | loaded math | 3 tokens") == 3
-    assert "2 under way" in dom
-    told = re.search(r"WIDER (-?\d+) BOLD (\d+)", dom)
-    assert told is not None
-    assert (int(told[1]) <= 0, told[2]) == (True, "0")  # a phone; what is said is no markup
+# --- what else there is ---------------------------------------------------------------------------
 
 
 def test_page_loads_nothing_from_elsewhere(engine: Scripted, url: str) -> None:

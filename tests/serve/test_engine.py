@@ -10,7 +10,9 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from mlxstacks.files.settings import (
     StacksUndoSettings,
 )
 from mlxstacks.files.stack_adapters import import_adapter
+from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import (
     disable_domain,
     enable_domain,
@@ -51,15 +54,31 @@ WHO, KING = "Who are you?", "Who is king of Corva?"
 
 
 class Asked:
-    """A request to an engine, and what comes back."""
+    """A request to an engine, and what comes back. at_piece: (n, called in the engine's thread
+    before the n-th piece is delivered).
+    """
 
-    def __init__(self, engine: Engine, model: str, text: str = WHO, **fields: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        text: str = WHO,
+        at_piece: tuple[int, Callable[[], None]] | None = None,
+        **fields: Any,
+    ) -> None:
         sampling = Sampling(**{"max_tokens": 24, **fields.pop("sampling", {})})
         messages = ({"role": "user", "content": text},)
         seconds = fields.pop("seconds", 60)
         ask = Ask(model, sampling, **{"messages": messages, **fields})
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.ticket = Ticket(ask, engine.encode(ask), self.events.put, seconds)
+        pieces = count()
+
+        def deliver(event: Any) -> None:
+            if at_piece and isinstance(event, Piece) and next(pieces) == at_piece[0]:
+                at_piece[1]()
+            self.events.put(event)
+
+        self.ticket = Ticket(ask, engine.encode(ask), deliver, seconds)
         self.begun: Begun | None = None
         self.refused: Refused | None = None
         self.answers = [Answer() for _ in range(ask.n)]
@@ -247,6 +266,73 @@ def test_store_changes_without_a_restart(engine: Engine, store: Path) -> None:
     assert (added.texts, added.begun and added.begun.loaded) == (["I am Quinn."], ("persona",))
     undo_change(StacksUndoSettings(store_path=str(store)))
     assert Asked(engine, "persona").read().refused is not None
+
+
+def test_answer_under_way_ends_as_it_began(tmp_path: Path) -> None:
+    """Its domain becomes another meanwhile, which the next request gets, in the same batch."""
+    store = str(shutil.copytree(nano_paths().store_path, tmp_path / "store"))
+    engine = Engine(nano_settings(store_path=store))
+    sampling = {"temp": 3.0, "seed": 1, "max_tokens": 60}  # as long as it may be
+    others: list[Asked] = []
+
+    def change() -> None:
+        removed = StacksRemoveSettings(store_path=store, domain="islands", force=True)
+        remove_domain(removed)
+        adapter = str(nano_paths().adapter_path)
+        import_adapter(
+            StacksImportSettings(
+                store_path=store, adapter_path=adapter, domain="islands", allow_base=True
+            )
+        )
+        others.append(Asked(engine, "islands"))
+
+    engine.start()
+    try:
+        before = Asked(engine, "islands", KING, sampling=sampling).read()
+        under_way = Asked(engine, "islands", KING, (10, change), sampling=sampling).read()
+        assert others[0].read().texts == ["I am Quinn."]
+        after = Asked(engine, "islands", KING, sampling=sampling).read()
+    finally:
+        engine.stop()
+    assert under_way.texts == before.texts != after.texts
+
+
+def test_router_changes_without_a_restart(engine: Engine, store: Path) -> None:
+    def scores() -> dict[str, float]:
+        begun = Asked(engine, "routed", KING).read().begun
+        assert begun is not None
+        return dict(begun.scores)
+
+    def refused() -> tuple[int, str]:
+        found = Asked(engine, "routed", KING).read().refused
+        assert found is not None
+        assert "/" not in found.message  # files of the server are not for clients
+        return found.status, found.message
+
+    undo = StacksUndoSettings(store_path=str(store))
+    before = scores()
+    router = Store.open(store).read_router()
+    with Store.open(store).change() as change:
+        change.set_router(
+            {name: 0 * value for name, value in router.tensors.items()}, router.header
+        )
+    assert scores() == dict.fromkeys(before, 0.5) != before
+    undo_change(undo)
+    assert scores() == before
+    with Store.open(store).change() as change:
+        change.manifest = replace(change.manifest, router=None)
+    status, message = refused()
+    assert (status, "the store has no router" in message) == (404, True)
+    assert "routed" not in engine.models
+    undo_change(undo)
+    record = Store.open(store).manifest.router
+    assert record is not None
+    file = store / record.file
+    away = file.rename(file.with_suffix(".away"))
+    assert refused()[0] == 503
+    away.rename(file)
+    assert scores() == before
+    assert "routed" in engine.models
 
 
 def test_a_shared_outer_adapter_is_the_same_imported_and_fused(tmp_path: Path) -> None:

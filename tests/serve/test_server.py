@@ -25,28 +25,18 @@ from mlxstacks.cli import run
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.serve.run import KEY_VARIABLE, serve
-from tests.serve.serve_cases import nano_settings
+from tests.serve.serve_cases import nano_settings, serving
 
 ROUNDING = 2e-3
-COMMAND = [sys.executable, "-m", "mlxstacks", "serve", "--port", "0"]
 
 
 @contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Its process and address."""
+    """Its process and address, with nano's store and adapter."""
     nano = nano_paths()
-    command = [*COMMAND, "--store-path", str(nano.store_path), "--adapter-path",
-               str(nano.adapter_path), *arguments]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
-        assert p.stderr is not None
-        lines = []
-        for line in p.stderr:
-            lines.append(line)
-            if line.startswith("Serving on "):
-                break
-        assert lines[-1].startswith("Serving on "), lines
-        yield p, lines[-1].split()[2]
-        p.kill()
+    own = ("--store-path", str(nano.store_path), "--adapter-path", str(nano.adapter_path))
+    with serving(*own, *arguments) as process_and_url:
+        yield process_and_url
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""`--log-to`: numbers of `train` and `stack` go to trackio or W&B, and always to metrics.csv; what
-fails there stops nothing and changes no weight. Both packages are stand-ins with their calls.
+"""`--log-to`: numbers of `train`, `align` and `stack` go to trackio or W&B, and always to
+metrics.csv; what fails there stops nothing and changes no weight. Both packages are stand-ins with
+their calls.
 
 Run: pytest tests/studies/train/test_metrics.py
 """
@@ -8,6 +9,9 @@ import csv
 import json
 import sqlite3
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +21,13 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.studies.stack import run as stack_run
+from mlxstacks.studies.train import align
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import set_up
 from mlxstacks.study.result import Result
 from tests.studies import stack_cases
-from tests.studies.train_cases import settings_for
+from tests.studies.train.test_align import pairs, settings_of
+from tests.studies.train_cases import settings_for, write_rows
 
 
 class Package(ModuleType):
@@ -56,12 +62,40 @@ def events(target: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] in ("step", "validation")]
 
 
+@dataclass(frozen=True)
+class Training:
+    """A command that trains an adapter. settings: of a run to a target; done: one without a
+    logger.
+    """
+
+    run: Callable[..., Any]
+    settings: Callable[..., Any]
+    done: Path
+
+
+@pytest.fixture(scope="module", params=["train", "align"])
+def training(
+    request: pytest.FixtureRequest,
+    places: tuple[Path, Path],
+    trained: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Training:
+    if request.param == "train":
+        return Training(train_run.run, partial(settings_for, *places), trained[1])
+    directory = tmp_path_factory.mktemp("aligned")
+    write_rows(directory / "data" / "train.jsonl", pairs(20))
+    write_rows(directory / "data" / "valid.jsonl", pairs(8))
+    settings = partial(settings_of, (places[0], directory / "data"))
+    align.run(settings(directory / "adapter"))
+    return Training(align.run, settings, directory / "adapter")
+
+
 def test_every_number_of_the_log_is_sent_and_stands_in_the_table(
-    places: tuple[Path, Path], trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, target = Package("trackio", monkeypatch), tmp_path / "adapter"
-    settings = settings_for(*places, target, log_to="trackio", log_project="mine", log_name="one")
-    train_run.run(settings)
+    settings = training.settings(target, log_to="trackio", log_project="mine", log_name="one")
+    training.run(settings)
     kinds = {"step": "train", "validation": "validation"}
     apart = {"step", "event"}
     wanted = [
@@ -80,7 +114,7 @@ def test_every_number_of_the_log_is_sent_and_stands_in_the_table(
         rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
     assert rows == [{k: str(v) for k, v in line.items()} for line in events(target)]
     weights = "adapters.safetensors"
-    assert (target / weights).read_bytes() == (trained[1] / weights).read_bytes()
+    assert (target / weights).read_bytes() == (training.done / weights).read_bytes()
     # a run that was stopped goes on with another logger, or none
     quiet = settings.model_copy(update={"log_to": None, "log_project": "x", "log_name": None})
     setup = set_up(settings)
@@ -101,18 +135,18 @@ def test_trackio_itself_keeps_them(
 
 
 def test_a_logger_that_fails_stops_nothing(
-    places: tuple[Path, Path], trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, target = Package("wandb", monkeypatch), tmp_path / "adapter"
     package.fails_at = 3
-    train_run.run(settings_for(*places, target, log_to="wandb"))
+    training.run(training.settings(target, log_to="wandb"))
     assert (len(package.logged), package.calls, package.finished) == (2, 3, 0)
     note = "wandb failed and got no more metrics: OSError: the server is gone."
     assert note in Result.open(target).notes
     assert (target / "adapters.safetensors").read_bytes() == (
-        trained[1] / "adapters.safetensors"
+        training.done / "adapters.safetensors"
     ).read_bytes()
-    assert len(events(target)) == len(events(trained[1]))
+    assert len(events(target)) == len(events(training.done))
 
 
 def test_before_training_it_is_an_error(
