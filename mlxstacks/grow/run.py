@@ -183,8 +183,8 @@ class _Growth(Study):
         if count < least:
             return f"No domain is proposed: {counted(count, 'gap')} so far, {least} are asked for."
         return (
-            f"{counted(count, 'prompt')} had no domain that fits. If many are of one domain, name it: "
-            "--domain, --data (or --provider) and --yes confirm go on. Nothing was written."
+            f"{counted(count, 'prompt')} had no domain that fits. If many are of one domain, name "
+            "it: --domain, --data (or --provider) and --yes confirm go on. Nothing was written."
         )
 
     def _write_watch(self, scratch: Path) -> None:
