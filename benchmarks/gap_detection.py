@@ -6,7 +6,8 @@ Each file is a domain: rows in any format that training data has. A test is fitt
 but one, as `mlxstacks route train` does it (mlxstacks/routing/gap_detector.py), and asked for
 prompts of that one; so is the test that the others alone would choose. Of the others a fifth is
 held out for the threshold and a tenth to count false alarms, which chose nothing. The router's
-energy is not among the tests: this needs no stacks and no router. Prints a table; writes nothing.
+energy and the loss of the best route are not among the tests: they need a router and stacks that
+do not know the domain, the second an answer too. Prints a table; writes nothing.
 """
 
 import argparse

@@ -24,6 +24,7 @@ from mlxstacks.studies.route.served import RowLosses, Served, rules_for
 from mlxstacks.studies.route.teacher import THRESHOLD
 from mlxstacks.studies.stack.setup import stored_prefix, with_other_company
 from mlxstacks.training.continual import ARRIVAL_TOLERANCE, WARN_AT_CAPACITY
+from mlxstacks.training.loop import is_fault
 
 MOST_TOKENS = 256
 _OF_KNOWN = 0.95
@@ -188,6 +189,22 @@ def leaves_others_alone(before: Manifest, after: Manifest, record: DomainRecord)
             f"below {WARN_AT_CAPACITY:.0%}",
         ),
     ]  # fmt: skip
+
+
+def was_trained_cleanly(rounds: Sequence[Mapping[str, Any]]) -> Check:
+    """Whether no guard ended a round whose stack was kept, and no number of it was NaN. rounds: the
+    `RoundRecord`s as JSON has them, NaN as null.
+    """
+    faults = []
+    for record in (each for each in rounds if each["kept"]):
+        numbers = [v for row in (*record["history"], *record["validation"]) for v in row.values()]
+        if is_fault(record["ended"]):
+            faults.append(f"round {record['number']}: {record['ended']}")
+        elif None in numbers:
+            faults.append(f"round {record['number']}: a step or an evaluation gave no number")
+    return Check(
+        "training", not faults, "; ".join(faults) or "no spike, no NaN", "ended by no guard"
+    )
 
 
 def is_routed_safely(settings: GrowSettings, evaluated: Mapping[str, Any]) -> list[Check]:

@@ -50,6 +50,7 @@ from mlxstacks.studies.route.data import routed_domains
 from mlxstacks.studies.route.gaps import group_table
 from mlxstacks.studies.route.served import open_served
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
+from mlxstacks.studies.stack.checkpoint import read_report
 from mlxstacks.studies.stack.plan import data_settings_of, run_settings_of
 from mlxstacks.studies.stack.run import run as run_stack
 from mlxstacks.study.document import counted
@@ -182,8 +183,8 @@ class _Growth(Study):
         if count < least:
             return f"No domain is proposed: {counted(count, 'gap')} so far, {least} are asked for."
         return (
-            f"{count} prompts had no domain that fits. If many are of one domain, name it: "
-            "--domain, --data (or --provider) and --yes confirm go on. Nothing was written."
+            f"{counted(count, 'prompt')} had no domain that fits. If many are of one domain, name "
+            "it: --domain, --data (or --provider) and --yes confirm go on. Nothing was written."
         )
 
     def _write_watch(self, scratch: Path) -> None:
@@ -234,7 +235,8 @@ class _Growth(Study):
     def _train(self, work: Path, scratch: Path) -> list[Check]:
         """As the store's last domain was trained: on the stacks before it, or on the base alone."""
         fork, before, last = self._fork(work), read_manifest(work, BEFORE), self._last_trained()
-        if fork.manifest.domain_named(self.name) is None:
+        # a run that was killed after the store's change did not say yet how the training went
+        if self.name not in read_report(fork.path):
             is_alone = not last.trained_on and last.name != before.domains[0].name
             _switch(fork, {d.name: d.enabled and not is_alone for d in before.domains})
             self._train_on(fork, last, work)
@@ -284,6 +286,7 @@ class _Growth(Study):
             *checks.leaves_others_alone(
                 read_manifest(work, BEFORE), fork.manifest, fork.domain_named(self.name)
             ),
+            checks.was_trained_cleanly(read_report(fork.path)[self.name]["rounds"]),
         ]
 
     def _route(self, work: Path, scratch: Path) -> list[Check]:

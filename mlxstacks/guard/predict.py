@@ -30,6 +30,7 @@ from mlxstacks.guard.step import (
     step_sizes,
 )
 from mlxstacks.layers.output_head import eval_mode
+from mlxstacks.training.grpo import drawn_tokens
 
 WEIGHTS, STATE, REST = "weights", "adapter and optimizer", "embedding, head and loss"
 # Kinds that do not grow with the rows.
@@ -371,13 +372,28 @@ def predict_decode(
     return DecodePrediction(tokens, first, leaked, cache_bytes)
 
 
+def predict_drawing(
+    model: nn.Module, tokens: int, count: int, held: Sequence[mx.array] = ()
+) -> DecodePrediction:
+    """Buffers of drawing `count` answers together, as `training.grpo.sample_answers` does."""
+    with eval_mode(model):
+        first, _ = _one_step(model, count, False, held, drawn=True)
+        cache_bytes = CacheBytes.of(model).of_batch([tokens] * count)
+    return DecodePrediction(tokens, first, 0, cache_bytes)
+
+
 def _one_step(
-    model: nn.Module, batch: int, batched: bool, also_held: Sequence[mx.array]
+    model: nn.Module,
+    batch: int,
+    batched: bool,
+    also_held: Sequence[mx.array],
+    drawn: bool = False,
 ) -> tuple[int, int]:
     """Buffers at the peak of one step, and how many caches count padding.
 
     mlx-lm builds a step while the one before still runs. So two are gone through, and the peak of
-    the second is taken: what the first left in flight is there.
+    the second is taken: what the first left in flight is there. Drawing ends each step before the
+    next, so its peak is that of one.
     """
     caches: list[Any] = [None] * len(getattr(model, "layers", []))
     if hasattr(model, "make_cache"):
@@ -399,6 +415,10 @@ def _one_step(
     moments = [mark(token)]
     for _ in range(2):
         logits = model(token[:, None], cache=caches)[:, -1, :]
+        if drawn:
+            keys = mx.random.split(mx.random.split(mx.random.key(0), 2)[0], batch)
+            moments.append(mark(*drawn_tokens(logits, keys, range(batch))))
+            break
         scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         token = mx.argmax(scores, axis=-1)
         moments.append(mark(token, scores))
@@ -406,14 +426,17 @@ def _one_step(
     held = numbers[: len(kept)]
     # Behind the zero that each of these passes on.
     noted = [graph.inputs[graph.producer[number]][1:] for number in numbers[len(kept) :]]
-    existing, first, second = noted
+    existing, first = noted[:2]
     graph.cut_at([*held, *existing])
     order = evaluation_order(graph, first)
-    start = len(order)
+    counting = sum(1 for cache in caches if hasattr(cache, "advance"))
+    if drawn:
+        return simulate(graph, order, held, existing, first).buffers, counting
+    second, start = noted[2], len(order)
     producers = graph.producer.copy()
     graph.cut_at(first)
     order += evaluation_order(graph, second)
     graph.producer[:] = producers
     results = [*first[:2], *second]
     peak = simulate(graph, order, held, existing, results, measured_from=start)
-    return peak.buffers, sum(1 for cache in caches if hasattr(cache, "advance"))
+    return peak.buffers, counting

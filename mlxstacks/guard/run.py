@@ -19,7 +19,7 @@ from mlxstacks.guard.build import (
     training_step,
 )
 from mlxstacks.guard.hosts import hosts_table, plan_hosts
-from mlxstacks.guard.predict import DecodePrediction, Prediction, predict, predict_decode
+from mlxstacks.guard.predict import Prediction, predict, predict_decode, predict_drawing
 from mlxstacks.guard.settings import REFUSE_SHARE, WARN_SHARE, GuardSettings
 from mlxstacks.guard.step import Step, decoder_layers
 from mlxstacks.memory import bytes_in_words
@@ -354,10 +354,11 @@ def _decode(
 ) -> DecodeReport | None:
     if not settings.decode_tokens:
         return None
-    batched = settings.decode_with == "batched"
-    found: DecodePrediction = predict_decode(
-        step.model, settings.decode_tokens, settings.decode_batch, batched, step.held
-    )
+    asked = step.model, settings.decode_tokens, settings.decode_batch
+    if settings.decode_with == "drawn":
+        found = predict_drawing(*asked, step.held)
+    else:
+        found = predict_decode(*asked, settings.decode_with == "batched", step.held)
     held = nbytes.weights + nbytes.adapter + nbytes.optimizer + nbytes.stacks + found.cache_bytes
     until = found.tokens_until(limit.buffers)
     return DecodeReport(found.tokens, found.buffers, held, found.leaked_per_token, until)

@@ -10,7 +10,7 @@ from mlxstacks.settings import ResourceLimit, Settings, WorkingSetBytes
 OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
 CheckpointingName = Literal["none", "layers", "mlx"]
 RecurrenceName = Literal["loop", "chunked"]
-DecodeName = Literal["stream", "batched"]
+DecodeName = Literal["stream", "batched", "drawn"]
 
 # Shares of a limit from which a run is warned of, and refused.
 WARN_SHARE, REFUSE_SHARE = 0.5, 0.9
@@ -84,7 +84,9 @@ class GuardSettings(Settings):
     decode_tokens: int = Field(0, ge=0, description="Also predict generating this many tokens.")
     decode_batch: int = Field(1, ge=1, le=1_000_000, description="Sequences generated at once.")
     decode_with: DecodeName = Field(
-        "stream", description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator."
+        "stream",
+        description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator (batched), or "
+        "that of `align --method grpo` (drawn).",
     )
     hosts: int | None = Field(
         None,

@@ -69,12 +69,9 @@ def sample_answers(
     last = mx.full((count, 1), prompt[-1], mx.int32)
     ends = frozenset(end_tokens)
     for number in range(max_tokens):
-        logits = model(last, cache=cache)[:, -1].astype(mx.float32)
-        # Keys of all answers, in use or not: a row draws the same whether others go on or not.
-        keys = mx.random.split(mx.random.split(key, max_tokens)[number], count)
-        noise = mx.stack([mx.random.gumbel(logits.shape[1:], key=keys[row]) for row in rows])
-        tokens = mx.argmax(logits + noise, axis=-1)
-        bad = mx.any(mx.isnan(logits))
+        logits = model(last, cache=cache)[:, -1]
+        of_token = mx.random.split(key, max_tokens)[number]
+        tokens, bad = drawn_tokens(logits, mx.random.split(of_token, count), rows)
         mx.eval(tokens, bad)
         if bad.item():
             raise NonFiniteModelError(f"a logit of token {number + 1} of a sampled answer")
@@ -90,6 +87,17 @@ def sample_answers(
             _take_rows(cache, going)
             last, rows = last[mx.array(going)], [rows[place] for place in going]
     return [Answer(tuple(one), end) for one, end in zip(drawn, ended, strict=True)]
+
+
+def drawn_tokens(
+    logits: mx.array, keys: mx.array, rows: Sequence[int]
+) -> tuple[mx.array, mx.array]:
+    """A token for each of `rows`, (n,), and whether a logit is NaN. logits: (n, V). keys: of all
+    answers, in use or not: a row draws the same whether others go on or not.
+    """
+    logits = logits.astype(mx.float32)
+    noise = mx.stack([mx.random.gumbel(logits.shape[1:], key=keys[row]) for row in rows])
+    return mx.argmax(logits + noise, axis=-1), mx.any(mx.isnan(logits))
 
 
 def _take_rows(cache: Sequence[Any], rows: Sequence[int]) -> None:

@@ -32,6 +32,7 @@ from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
 from mlxstacks.training.step import GradientStep, Loss, StepGradients, clip_by_global_norm
 
 Weights = dict[str, mx.array]
+_NO_GAIN = "evaluations in a row without a new best"
 
 
 @dataclass
@@ -59,8 +60,13 @@ class BestSnapshot:
         if spike is not None and loss - self.loss > spike:
             return f"the validation loss {loss:.4f} is more than {spike} above its best"
         if patience is not None and self.without_gain >= patience:
-            return f"{self.without_gain} evaluations in a row without a new best"
+            return f"{self.without_gain} {_NO_GAIN}"
         return None
+
+
+def is_fault(ended: str | None) -> bool:
+    """Whether the reason for which training ended is a loss that rose or was no number."""
+    return ended is not None and not ended.endswith(_NO_GAIN)
 
 
 Record = dict[str, float]

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,11 +20,11 @@ from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import disable_domain, undo_change
 from mlxstacks.grow import checks
 from mlxstacks.grow import run as grow_run
-from mlxstacks.grow.checks import dealt_anew
 from mlxstacks.grow.settings import STAGES, GrowSettings
 from mlxstacks.routing.gaps import GapLog
 from mlxstacks.routing.router import load_prompt_router
 from mlxstacks.studies.route.served import open_served
+from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.study.result import Result
 from tests.files.router_cases import set_router
 from tests.studies.stack_cases import hashes, train_store, write_domains
@@ -85,7 +84,7 @@ def settings_for(places: Places, out: Path, **changes: Any) -> GrowSettings:
     values: dict[str, Any] = {
         "store_path": str(places.store), "model": str(places.model), "log_path": str(places.log),
         "data": str(places.data), "domain": "gamma", "minimum_events": 20, "yes": ("all",),
-        "samples_per_domain": 12, "iters": 60, "learning_rate": 2e-2, "rounds": 1,
+        "samples_per_domain": 12, "iters": 60, "learning_rate": 1e-2, "rounds": 1,
         "max_fall": 99.0, "confirm_share": 0.5, "save_path": str(out),
     }  # fmt: skip
     return GrowSettings.model_validate(values | changes)
@@ -207,30 +206,47 @@ def test_nothing_is_written_before_somebody_approves(places: Places, tmp_path: P
     assert hashes(own.store) == before
 
 
+def dies(*args: Any, **more: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_stage_by_stage_ends_as_all_at_once(
     grown: Grown, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so does a run that dies after each stage, at the worst moment of `accept` too."""
-    own = copied(places, tmp_path)
-    first = grow(own, tmp_path / "out", yes=("confirm",))
+    """And so does a run that dies after each stage, at the worst moment of `train` and `accept`;
+    with the usual bounds `route` ends it, and the store is as it was.
+    """
+    home, judge = tmp_path / "home", checks.is_routed_safely
+    own = copied(places, home)
+    first = grow(own, home / "out", yes=("confirm",))
     assert first.data["next"] == "gather"
     assert "--yes confirm --yes gather" in first.next_steps["Next"]
-    middle = grow(own, tmp_path / "out", yes=("gather", "train", "gate"))
+    with monkeypatch.context() as patched:
+        patched.setattr(stack_run, "write_result", dies)  # after the copy's change
+        with pytest.raises(KeyboardInterrupt):
+            grow(own, home / "out", yes=("gather", "train"))
+    middle = grow(own, home / "out", yes=("gather", "train", "gate"))
     assert middle.data["next"] == "route"
     assert [d.name for d in Store.open(own.store).manifest.domains] == ["alpha", "beta"]
-
-    def dies(*args: Any, **more: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
         patched.setattr(checks, "is_routed_safely", dies)
         with pytest.raises(KeyboardInterrupt):
-            grow(own, tmp_path / "out")
+            grow(own, home / "out")
+    # here the routed loss rises by 1.4 nats, which only these settings allow
+    kept, usual = shutil.copytree(home, tmp_path / "kept"), GrowSettings()
+    with monkeypatch.context() as patched:
+        patched.setattr(checks, "is_routed_safely", lambda _, found: judge(usual, found))
+        refused = grow(own, home / "out")
+    assert "routed loss of old domains" in str(refused.failed_gate)
+    assert "accept" not in refused.data["stages"]
+    assert hashes(own.store) == hashes(places.store)
+    shutil.rmtree(home)
+    kept.rename(home)
     with monkeypatch.context() as patched:
         patched.setattr(grow_run, "remember_places", dies)  # after the store's change
         with pytest.raises(KeyboardInterrupt):
-            grow(own, tmp_path / "out")
-    result = grow(own, tmp_path / "out")
+            grow(own, home / "out")
+    result = grow(own, home / "out")
     assert result.data == grown.result.data
     stores = [Store.open(place) for place in (own.store, grown.places.store)]
     one_manifest, other_manifest = (replace(store.manifest, router=None) for store in stores)
@@ -251,10 +267,11 @@ def test_answers_that_do_not_belong_to_their_prompts_are_refused(
                    "    return [{'prompt': f'gamma {i}: {w[i % 8]}', 'completion': "
                    "rng.choice(['aaaa', 'zzzz'])} for i in range(count)]")  # fmt: skip
     provider = f"{tmp_path / 'own.py'}:rows"
-    result = grow(own, tmp_path / "out", data=None, provider=provider, rows=64)
+    result = grow(own, tmp_path / "out", data=None, provider=provider, rows=64, learning_rate=2e-2)
     found = checks_of(result, "gate")
     assert found["gain over the base"]["passed"]
     assert not found["answers belong to their prompts"]["passed"]
+    assert "is more than 0.1 above its best" in found["training"]["found"]
     assert result.failed_gate is not None
     assert "Refused: gamma" in result.verdict
     assert "route" not in result.data["stages"]
@@ -351,30 +368,3 @@ def test_the_built_in_store_stays_as_it_is(places: Places, tmp_path: Path) -> No
 
     with pytest.raises(TargetError, match="comes with mlxstacks"):
         grow(places, tmp_path / "out", store_path=str(nano_paths().store_path), model=None)
-
-
-@pytest.mark.parametrize(("left", "passed"), [(0.9, True), (0.45, False)])
-def test_a_little_help_is_no_answer(
-    places: Places, monkeypatch: pytest.MonkeyPatch, left: float, passed: bool
-) -> None:
-    """Known stacks take half off their rows' losses; of the new rows' lower losses they leave
-    `left`, more than 0.01 nats less than the base does.
-    """
-    found = [SimpleNamespace(base_loss=2.0, best_loss=1.0)] * 8
-    found += [SimpleNamespace(base_loss=0.5, best_loss=0.5 * left)] * 8
-    monkeypatch.setattr(checks, "rules_for", lambda *_: None)
-    losses = SimpleNamespace(search=lambda *_: found)
-    monkeypatch.setattr(checks, "RowLosses", lambda *_, **__: losses)
-    served: Any = SimpleNamespace(domains=("alpha", "beta"))
-    header: Any = None
-    rows: Any = [None] * 8
-    settings = settings_for(places, places.store, confirm_share=0.8)
-    check = checks.is_unserved(settings, served, header, rows, rows, lambda _: None)
-    assert check.passed == passed, check.found
-
-
-def test_answers_are_dealt_to_other_prompts() -> None:
-    pairs = [("a", "1"), ("b", "1"), ("c", "2"), ("d", "3")]
-    assert dealt_anew(pairs) == [("a", "2"), ("b", "2"), ("c", "3"), ("d", "1")]
-    assert dealt_anew(pairs, 1) == [("a", "3"), ("b", "3"), ("c", "1"), ("d", "1")]
-    assert dealt_anew([("a", "1"), ("b", "1")]) == [("a", "1"), ("b", "1")]

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.guard.predict import DecodePrediction, predict_decode
+from mlxstacks.guard.predict import DecodePrediction, predict_decode, predict_drawing
 from tests.counting import Counter, available, counted
 from tests.tiny_models import llama_config, qwen_moe_config
 
@@ -30,7 +30,8 @@ def model_of(layers: int) -> Any:
 
 
 def main() -> None:
-    """The counting process: [layers, prompts] -> the peak, and what each token left.
+    """The counting process: [layers, prompts] -> the peak, and what each token left; [layers,
+    number of answers] -> the peak of drawing them.
 
     Each run in a fork of its own, made before MLX has a thread: mlx-lm's generator outlives its
     last reference, and a process a run would import mlx-lm each time.
@@ -42,7 +43,10 @@ def main() -> None:
     for layers, prompts in json.load(sys.stdin):
         process = os.fork()
         if process == 0:
-            count(layers, prompts)
+            if isinstance(prompts, int):
+                count_drawing(layers, prompts)
+            else:
+                count(layers, prompts)
             os._exit(0)
         assert os.waitpid(process, 0)[1] == 0
 
@@ -74,12 +78,31 @@ def count(layers: int, prompts: list[list[int]] | None) -> None:
     print(json.dumps({"peak": counter.peak - before, "left": left}), flush=True)
 
 
+def count_drawing(layers: int, answers: int) -> None:
+    from mlxstacks.training.grpo import sample_answers
+
+    counter = Counter()
+    before = counter.live
+    model = model_of(layers)
+    model.eval()
+    mx.eval(model.parameters())
+    mx.synchronize()
+    counter.reset()
+    with counter.longest_lead():
+        sample_answers(model, [1, 2, 3, 4], answers, 4, (), mx.random.key(0))
+    print(json.dumps({"peak": counter.peak - before}), flush=True)
+
+
 @pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")
 def test_predictions_beside_counts() -> None:
-    same_length = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    runs: list[Any] = [[layers, prompts] for layers in LAYERS for prompts in (None, same_length)]
+    same_length, drawn = [[1, 2, 3, 4], [5, 6, 7, 8]], (4, 16)
+    runs: list[Any] = [[layers, how] for layers in LAYERS for how in (None, same_length, *drawn)]
     results = counted("tests.guard.test_decode", runs)
     for (layers, prompts), result in zip(runs, results, strict=True):
+        if prompts in drawn:
+            answers = predict_drawing(model_of(layers), TOKENS, prompts)
+            assert answers.buffers == pytest.approx(result["peak"], rel=0.05), (layers, result)
+            continue
         batched = prompts is not None
         found = predict_decode(model_of(layers), TOKENS, 2, batched)
         # Counted while one step ends and the next begins, some 25 buffers more or less: hence the

@@ -10,7 +10,14 @@ PAGES = {"README.md": ROOT / "README.md"} | {
     path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "docs").rglob("*.md"))
 }
 # The first line of a block that `make test` does not run, and why not: see docs/howto/index.md.
-MARKS = ("# needs a Mac", "# takes ", "# This runs on", "# This installs", "# needs the hub")
+MARKS = (
+    "# needs a Mac",
+    "# takes ",
+    "# This runs on",
+    "# This installs",
+    "# needs the hub",
+    "# needs a GPU",
+)
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:

@@ -668,13 +668,15 @@ def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> G
     longest = max(setup.plan.widths)
     rows = min(settings.batch_size, len(setup.train.rows)) * (1 if setup.pairs is None else 2)
     parts = settings.grad_accumulation_steps
-    of_align = {}
+    of_align: dict[str, Any] = {}
     if isinstance(settings, AlignSettings) and settings.method != "orpo":
         # the best weights are kept, and those of the start
         of_align = {"adapter_copies": 2}
         if settings.method == "grpo":  # one group after the other
             rows, parts = settings.group_size, parts * settings.batch_size
-            of_align |= {"decode_tokens": longest, "decode_batch": rows}
+            of_align |= {
+                "decode_tokens": longest, "decode_batch": rows, "decode_with": "drawn",
+            }  # fmt: skip
     of_step = {"batch_size": rows, "grad_accumulation_steps": parts}
     settings = settings.model_copy(update=of_step)
     if setup.active is not None:
