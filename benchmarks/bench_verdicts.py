@@ -1,4 +1,4 @@
-"""How often `mlxstacks confound` calls something content: where there is none, and where there is.
+"""How often `mlxstacks confound` finds knowledge: where there is none, and where there is some.
 
     python -m benchmarks.bench_verdicts [--runs 2000] [--items 692] [--seed 0]
 
@@ -6,7 +6,8 @@ Draws the answers of whole runs, four policies each, and puts them through the r
 (`nulls_of`, `judged_together`, `Criterion`). In each null A1 knows nothing, and only the control
 that is made for that null stands in its way: the others are as weak as they can be (they move every
 answer and are never right), so a real run can only be judged more strictly. The policies are drawn
-independently of each other, and content by any of them counts. No model is loaded.
+independently of each other, and knowledge by any of them counts. Where no policy beats the control
+of its own (`may_claim`), the rule is not asked: it asks for that too. No model is loaded.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from mlxstacks.stats import wilson_interval
+from mlxstacks.stats import binomial_test, mcnemar_exact_test, wilson_interval
 from mlxstacks.studies.confound.analysis import judged_together, nulls_of
 from mlxstacks.studies.confound.plan import PERSONA, SECOND, arm
 from mlxstacks.studies.confound.verdict import Criterion, beaten
@@ -150,16 +151,42 @@ def knowledge(gain: float) -> Callable[[np.random.Generator, Items], Arms]:
 
 
 class Judged(NamedTuple):
-    """Whether some policy shows content by our rule, and the first one by the published rule."""
+    """Whether some policy shows knowledge by our rule, and the first one by the published rule."""
 
     ours: bool
     published: bool
+
+
+def may_claim(arms: Arms, options: int) -> bool:
+    """Whether A1 is above guessing and, in form, above each arm that is given: p < alpha, each by
+    itself. Law: false only where the rule finds no knowledge, for it asks for these and for more.
+    """
+    picks = arms["a1"]
+    right, n = picks == RIGHT, len(picks)
+    count = int(right.sum())
+    if count <= n / options or binomial_test(count, n, 1 / options) >= CRITERION.alpha:
+        return False
+    for kind, places in arms.items():
+        if kind == "a1":
+            continue
+        control = (places == RIGHT) & (picks != PERSONAS if kind == SECOND else True)
+        gained = int((right & ~control & (places != NONE)).sum())
+        lost = int((control & ~right).sum())
+        if gained <= lost or mcnemar_exact_test(gained, lost).p_value >= CRITERION.alpha:
+            return False
+    return True
 
 
 def judge(arms_of: Sequence[Arms], items: Items) -> Judged:
     """arms_of: the arms of each policy. Those that are missing are as weak as they can be; a random
     delta then moves every answer, for one that moves fewer than A1 is no control.
     """
+    right, right_by_zeros = (
+        int((arms_of[0].get(kind, np.array([])) == RIGHT).sum()) for kind in ("a1", "a0")
+    )
+    published = passes(right, right_by_zeros, items.n, 0.05, 0.05)
+    if not any(may_claim(arms, items.options) for arms in arms_of):
+        return Judged(False, published)
     still, elsewhere = items.still, items.elsewhere
     weakest = {"a0": still, "moved": elsewhere, "shuffled": still, SECOND: elsewhere}
     nulls = {}
@@ -170,13 +197,12 @@ def judge(arms_of: Sequence[Arms], items: Items) -> Judged:
         nulls[way] = nulls_of(answers, way)
     judged = judged_together(nulls)
     ours = any(all(beaten(n, CRITERION) for n in of_way) for of_way in judged.values())
-    zero = nulls[WAYS[0]][0]
-    return Judged(ours, passes(zero.count, round(zero.expected), zero.n, 0.05, 0.05))
+    return Judged(ours, published)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Runs, and how many of them show content."""
+    """Runs, and how many of them show knowledge."""
 
     runs: int
     ours: int
@@ -206,10 +232,10 @@ def _row(name: str, options: int, found: Rates) -> str:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--only", multiple=True, help="A null, or 'power'; may be given again. Default: all.")
 def main(runs: int, power_runs: int, items: int, seed: int, only: tuple[str, ...]) -> None:
-    """Print false content by null, and power by true gain, for 4 and 10 options."""
+    """Print false knowledge by null, and power by true gain, for 4 and 10 options."""
     summary: dict[str, list[int]] = {}
     click.echo(f"{items} items, four policies, alpha 0.05, least gain 5 points")
-    click.echo("\n| null | options | false content, any policy | published rule, one policy |")
+    click.echo("\n| null | options | false knowledge, any policy | published rule, one policy |")
     click.echo("|---|---|---|---|")
     sizes = {options: Items(items, options) for options in (4, 10)}
     for name, draw in NULLS.items():
@@ -219,7 +245,9 @@ def main(runs: int, power_runs: int, items: int, seed: int, only: tuple[str, ...
             found = rates(draw, of_size, runs, seed)
             summary[f"{name}, {options}"] = [found.runs, found.ours, found.published]
             click.echo(_row(name, options, found))
-    click.echo("\n| true gain, points | options | content, any policy | published rule |")
+    click.echo(
+        "\n| true gain, points | options | knowledge, any policy | published rule, one policy |"
+    )
     click.echo("|---|---|---|---|")
     for gain in (0.05, 0.08, 0.1, 0.12, 0.15, 0.2) if not only or "power" in only else ():
         for options, of_size in sizes.items():

@@ -7,7 +7,8 @@ Run: pytest tests/studies/confound/test_false_content.py
 import numpy as np
 import pytest
 
-from benchmarks.bench_verdicts import NULLS, Items, knowledge, rates
+from benchmarks import bench_verdicts
+from benchmarks.bench_verdicts import NULLS, WAYS, Items, judge, knowledge, may_claim, rates
 from mlxstacks.stats import wilson_interval
 
 ITEMS, RUNS = {options: Items(200, options) for options in (4, 10)}, 20
@@ -20,6 +21,17 @@ def test_what_knows_nothing_shows_no_content(name: str, options: int) -> None:
     assert wilson_interval(found.ours, RUNS).low <= 0.05
     if name not in ("exchangeable", "independent"):  # these two A0 alone tells
         assert found.published > 0.5 * RUNS
+
+
+def test_the_rule_finds_nothing_where_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    items, rng = ITEMS[4], np.random.default_rng(2)
+    draws = [*NULLS.values(), knowledge(0.1), knowledge(0.2)]
+    runs = [[draw(rng, items) for _ in WAYS] for draw in draws for _ in range(4)]
+    asked = [any(may_claim(arms, 4) for arms in run) for run in runs]
+    assert 0 < sum(asked) < len(runs) / 2
+    screened = [judge(run, items) for run in runs]
+    monkeypatch.setattr(bench_verdicts, "may_claim", lambda *_: True)
+    assert [judge(run, items) for run in runs] == screened
 
 
 def test_knowledge_is_found() -> None:
