@@ -202,9 +202,9 @@ def was_trained_cleanly(rounds: Sequence[Mapping[str, Any]]) -> Check:
             faults.append(f"round {record['number']}: {record['ended']}")
         elif None in numbers:
             faults.append(f"round {record['number']}: a step or an evaluation gave no number")
-    return Check(
-        "training", not faults, "; ".join(faults) or "no spike, no NaN", "ended by no guard"
-    )
+    found = "; ".join(faults) or "no spike, no NaN"
+    remedy = " (fewer iters or a lower learning_rate may help)" if faults else ""
+    return Check("training", not faults, found + remedy, "ended by no guard")
 
 
 def is_routed_safely(settings: GrowSettings, evaluated: Mapping[str, Any]) -> list[Check]:
