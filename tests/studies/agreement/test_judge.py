@@ -46,7 +46,8 @@ def test_the_verdict_leads_with_behaviour_and_compare_says_the_same(
         "Compared with the unfused adapter: the same next token in "
     )
     assert document["blocks"][0]["id"] == "behaviour"
-    assert [row[0] for row in document["blocks"][0]["rows"]] == [FUSED, BASE, ZERO]
+    losses = [(name, parts["all"]["loss_change_nats"]) for name, parts in figures.items()]
+    assert [(row[0], row[-1]) for row in document["blocks"][0]["rows"]] == losses
     assert Result.open("fused").standing.status == "no plan"  # sealed again, with all its files
 
     model, adapter = str(nano_paths().model_path), str(nano_paths().adapter_path)
