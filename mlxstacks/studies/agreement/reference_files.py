@@ -102,7 +102,7 @@ def _weights(adapter: Path) -> list[Path]:
 
 
 def _digests(paths: Sequence[Path]) -> dict[str, str]:
-    return {path.name: file_sha256(path) for path in paths}
+    return {path.name: file_sha256(path) for path in paths if path.is_file()}
 
 
 @cache
