@@ -60,14 +60,15 @@ class Reference:
     log_p: np.ndarray
     loss: np.ndarray
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, metadata: Mapping[str, str] | None = None) -> None:
         shape = [(len(p.tokens), p.start, KINDS.index(p.kind)) for p in self.passages]
         tokens = [token for passage in self.passages for token in passage.tokens]
         arrays = {
             "tokens": np.array(tokens, np.int32), "passages": np.array(shape, np.int32),
             "ids": self.ids, "log_p": self.log_p, "loss": self.loss,
         }  # fmt: skip
-        base_model.save_arrays(path, {name: mx.array(value) for name, value in arrays.items()})
+        values = {name: mx.array(value) for name, value in arrays.items()}
+        base_model.save_arrays(path, values, metadata)
 
     @classmethod
     def open(cls, path: Path) -> "Reference":

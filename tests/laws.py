@@ -26,6 +26,10 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
         "A fuse in memory has the bytes of a fuse to disk.": (
             "fuse/test_in_memory.py::test_bytes_are_those_of_a_fuse_to_disk",
         ),
+        "Only the first fuse of an adapter asks it unfused; damaged answers of it are made anew.": (
+            "studies/agreement/test_judge.py::test_a_second_fuse_asks_no_reference_and_says_the_same",
+            "studies/agreement/test_judge.py::test_a_damaged_reference_is_made_anew",
+        ),
         "A patched clone of a shard has the bytes of a shard that is written anew.": (
             "fuse/test_in_place.py::test_a_patched_shard_has_the_bytes_of_a_rewritten_one",
         ),

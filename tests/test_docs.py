@@ -44,8 +44,8 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def masked(text: str) -> str:
-    """Without line ends, numbers and sizes, which differ from model to model and run to run."""
-    return re.sub(r"[\d.,]*\d( [kMG]?B\b)?", "N", " ".join(text.split()))
+    """Without line ends, numbers with signs, and sizes, which differ from run to run."""
+    return re.sub(r"[-+]?[\d.,]*\d( [kMG]?B\b)?", "N", " ".join(text.split()))
 
 
 def missing(shown: str, printed: str) -> list[str]:

@@ -179,10 +179,10 @@ def merge_command(settings: AdapterMergeSettings) -> tuple[AdapterWritten, list[
             "or --allow-base"
         )
     apart = set.intersection(*(set(adapter.modules) for adapter in adapters)) == set()
-    if apart and len(bases) < len(adapters) and not settings.allow_base:
-        unknown = next(a.directory for a in adapters if a.base_fingerprint not in bases)
+    unknown = [adapter.directory for adapter in adapters if not adapter.base_fingerprint]
+    if apart and unknown and not settings.allow_base:
         raise AdapterError(
-            f"the adapters have no module in common, and {unknown} does not record its base, so "
+            f"the adapters have no module in common, and {unknown[0]} does not record its base, so "
             "nothing says that they are of one model; --allow-base merges them all the same"
         )
     merged, modules = merge_adapters(

@@ -133,10 +133,7 @@ def use_private_temporary_directory() -> None:
                     f"{path}: others can rename what is there; `chmod go-w`, or {advice}"
                 )
             path = private
-            with suppress(FileExistsError):
-                path.mkdir(0o700)
-            mode = path.lstat()
-            if not stat.S_ISDIR(mode.st_mode) or mode.st_uid != os.getuid() or mode.st_mode & 0o77:
+            if not is_made_private(path):
                 raise InputError(f"{path}: not a directory of yours alone; remove it, or {advice}")
         with tempfile.TemporaryFile(dir=path) as file:  # a full disk is told here
             file.write(bytes(4096))
@@ -146,6 +143,14 @@ def use_private_temporary_directory() -> None:
             f"{path}: temporary files cannot be written there: {error.strerror}; {advice}"
         ) from None
     os.environ["TMPDIR"] = str(path)
+
+
+def is_made_private(path: Path) -> bool:
+    """Make a directory where there is none; whether it is this user's alone. Raises: OSError."""
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    mode = path.lstat()
+    return stat.S_ISDIR(mode.st_mode) and mode.st_uid == os.getuid() and not mode.st_mode & 0o77
 
 
 def existing_ancestor(path: Path) -> Path:

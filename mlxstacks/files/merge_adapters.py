@@ -63,7 +63,7 @@ def merge_adapters(
     rank: of the result, at most; None: the largest of any adapter. concat takes none.
     A module that some adapters lack is merged of those that have it.
     Laws: concat's delta is the sum of the weighted deltas, to 1 ulp of lora_b; svd's is the nearest
-    of its rank; ties and dare with density 1 of one adapter, in either space, are svd.
+    of its rank; dare with density 1, in either space, is svd, and ties is of one adapter.
     Raises: AdapterError listing the modules whose shapes differ.
     """
     paths = dict.fromkeys(path for adapter in adapters for path in adapter.modules)

@@ -94,6 +94,25 @@ def test_one_adapter_at_full_density_is_itself(method: Method, space: Space, exp
     assert rows[0].error == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("experts", [0, 2])
+def test_dare_at_full_density_and_rank_is_the_sum(space: Space, experts: int) -> None:
+    modules = [module_of(3, 1.5, 0, experts=experts), module_of(4, 0.5, 1, experts=experts)]
+    adapters, aim = [*map(adapter_of, modules)], delta(modules[0]) - 0.5 * delta(modules[1])
+    options: dict[str, Any] = {"density": 1.0, "space": space}
+    merged, (row,) = merge_adapters(adapters, [1.0, -0.5], "dare", rank=7, **options)
+    (found,) = merged.modules.values()
+    assert delta(found) == pytest.approx(aim, abs=1e-5)
+    assert (found.rank, row.ranks) == (7, (3, 4))
+    assert row.error == pytest.approx(0, abs=1e-6)
+    assert row.norm == pytest.approx(np.linalg.norm(aim))
+    merged, _ = merge_adapters(adapters, [1.0, -0.5], "dare", rank=2, **options)
+    nearest, _ = merge_adapters(adapters, [1.0, -0.5], "svd", rank=2)
+    assert delta(merged.modules[found.path]) == pytest.approx(
+        delta(nearest.modules[found.path]), abs=1e-5
+    )
+
+
 def test_as_peft_merges() -> None:
     modules = [
         LoraModule("layer", PARITY[f"adapter{n}.lora_a"], PARITY[f"adapter{n}.lora_b"], "F32",
@@ -170,3 +189,31 @@ def test_the_command_writes_an_adapter_and_refuses_other_bases(
         code, _, err = command(*given, *options, "--force")
         assert code == 2
         assert message in err
+
+
+def test_adapters_with_no_module_in_common_need_a_base_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Run
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    modules = [module_of(2, 1.0, 0), module_of(2, 1.0, 1, path="layers.1.up_proj")]
+    for name, module, base in (
+        ("first", modules[0], "sha256:0"), ("same", modules[1], "sha256:0"),
+        ("unknown", modules[1], None),
+    ):  # fmt: skip
+        adapter = adapter_of(module)
+        if base:
+            adapter.config[FINGERPRINT_KEY] = base
+        write_adapter(adapter, tmp_path / name)
+    apart = ("adapter", "merge", "first", "unknown", "--save-path", "both")
+    code, _, err = command(*apart)
+    assert code == 2
+    assert "have no module in common, and unknown does not record its base" in " ".join(err.split())
+    assert "--allow-base" in err
+    assert not Path("both").exists()
+    for arguments in ((*apart, "--allow-base"), (*apart[:3], "same", *apart[4:], "--force")):
+        code, _, err = command(*arguments)
+        assert code == 0, err
+        both = read_adapter(tmp_path / "both").modules
+        assert [*both] == [module.path for module in modules]
+        for module in modules:
+            assert delta(both[module.path]) == pytest.approx(delta(module))

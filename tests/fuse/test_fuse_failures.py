@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 from mlxstacks.errors import AdapterError, CheckpointError, InputError, TargetError
 from mlxstacks.files.outputs import staged_directory
 from mlxstacks.fuse.report import result_of
-from tests.fuse.cases import assert_same_bytes, fuse, tensors
+from tests.fuse.cases import assert_same_bytes, clone_by_copying, fuse, tensors
 from tests.tiny_models import random_adapter, save_sharded, write_llama, write_qwen_moe
 from tests.warm import ended, start_command_line
 
@@ -222,8 +223,16 @@ def test_full_disk_is_told_before_and_during_the_write(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize(
+    "change", [None, clone_by_copying], ids=["shards are rewritten", "shards are patched"]
+)
 def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
-    model: Path, adapter: Path, tmp_path: Path
+    pristine: tuple[Path, Path],
+    model: Path,
+    adapter: Path,
+    tmp_path: Path,
+    change: Callable[[], None] | None,
+    campaign: Callable[..., range],
 ) -> None:
     """kill -9 at random moments of a fuse that replaces an older one."""
     fuse(model, adapter, tmp_path / "old", requant="keep")
@@ -234,14 +243,16 @@ def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
     states = set()
     # Without the program's name: forked from a process that has the imports done.
     replacing = command(model, adapter, target, "--requant", "refit", "--force")[3:]
-    assert ended(start_command_line(replacing)) == 0
+    assert ended(start_command_line(replacing, change)) == 0
+    files = json.loads((target / "result.json").read_text())["data"]["files"]
+    assert ("patched" in {file["how"] for file in files}) == (change is not None)
     started = time.monotonic()
-    assert ended(start_command_line(replacing)) == 0
+    assert ended(start_command_line(replacing, change)) == 0
     takes = time.monotonic() - started
-    for _ in range(80 if SOAK else 4):
+    for _ in campaign(100, usual=2):
         shutil.rmtree(target)
         shutil.copytree(tmp_path / "old", target)
-        process = start_command_line(replacing)
+        process = start_command_line(replacing, change)
         time.sleep(moments.uniform(0.1, 1.1) * takes)
         process.kill()
         ended(process)
@@ -250,7 +261,8 @@ def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
         assert_same_bytes(
             target, tmp_path / {"keep": "old", "refit": "new"}[report["settings"]["requant"]]
         )
-    assert ended(start_command_line(replacing)) == 0
+    assert ended(start_command_line(replacing, change)) == 0
     assert_same_bytes(target, tmp_path / "new")
+    assert_same_bytes(model, pristine[0])
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out") and p.is_dir()]
     assert states == {"keep", "refit"} or not SOAK

@@ -14,17 +14,10 @@ from mlxstacks.files import side_files
 from mlxstacks.files.shards import ShardPatcher, ShardWriter, read_header
 from mlxstacks.fuse import rewrite
 from tests.files.raw import reflink_disk
-from tests.fuse.cases import fuse
+from tests.fuse.cases import copied, fuse
 from tests.tiny_models import random_adapter, write_qwen_moe
 
 DOWN = "mlp.switch_mlp.down_proj"
-
-
-def copied(source: Path, destination: Path) -> bool:
-    """What a clone looks like from outside."""
-    shutil.copyfile(source, destination)
-    destination.chmod(0o444)  # macOS clones the mode too
-    return True
 
 
 @pytest.fixture

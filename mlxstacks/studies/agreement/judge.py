@@ -12,14 +12,16 @@ nothing from it. Four models read the same tokens, one after the other:
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
 from mlxstacks import memory
-from mlxstacks.agreement import KINDS, Reference, agree, read_passages, refer
+from mlxstacks.agreement import KINDS, agree, read_passages, refer
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import open_checkpoint
@@ -32,6 +34,7 @@ from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.gptq import Moments
 from mlxstacks.studies.agreement.allocate import allocate, blocks, note
 from mlxstacks.studies.agreement.calibrate import calibrate
+from mlxstacks.studies.agreement.reference_files import Referred, once, reference_key
 from mlxstacks.studies.agreement.run import (
     BASE,
     JUDGE,
@@ -63,8 +66,6 @@ _MEMORY_FACTOR = 1.5
 # And the fused tensors of all modules beside the unfused.
 _ALLOCATION_MEMORY_FACTOR = 2.5
 Progress = Callable[..., None]
-Referred = tuple[Reference, list[str]]
-"""What the reference says, and notes on the rows it was asked."""
 
 
 def run(
@@ -156,7 +157,8 @@ def _to_target(
     _check_memory(base, _ALLOCATION_MEMORY_FACTOR)
     check_target(user_path(str(settings.save_path)), force=settings.force)
     model, tokenizer, _ = load(base, settings.adapter_path, **_matching(settings))
-    referred = _refer(model, tokenizer, records, whole, 0.05)
+    loaded = model, tokenizer
+    referred = _refer(settings, settings.adapter_path, records, whole, 0.05, loaded)
     moments, notes = None, list[str]()
     if settings.requant == "gptq":
         advance = whole.part(calibration, "calibration")
@@ -164,7 +166,7 @@ def _to_target(
     allocation = allocate(
         model, referred[0], settings, moments, whole.part(0.8, "KL of each module")
     )
-    del model
+    del model, loaded
     chosen = settings.model_copy(update={"bits": allocation.bits()})
     result = run_command(chosen, moments, notes, dry_run=dry_run, progress=whole.part(0.2, "fuse"))
     missed = note(allocation, settings.target_kl)
@@ -183,20 +185,34 @@ def _to_target(
 
 
 def _refer(
-    model: nn.Module,
-    tokenizer: Any,
+    settings: FuseSettings,
+    adapters: Sequence[str],
     records: list[dict[str, Any]],
     whole: WholeProgress,
     size: float,
+    loaded: tuple[nn.Module, Any] | None = None,
 ) -> Referred:
-    """What the model answers and says. size: a pass's share of the whole."""
-    notes = list[str]()
-    passages = read_passages(
-        records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
-        advance=whole.part(3 * size, "answers of the reference"),
-        notes=notes, command="mlxstacks compare ",
-    )  # fmt: skip
-    return refer(model, passages, whole.part(size, "reference")), notes
+    """What the base with adapters answers and says. size: a pass's share of the whole. loaded:
+    this model and its tokenizer; else they are loaded, if no earlier fuse asked the same.
+    """
+    base = resolve_model(str(settings.model))
+    asked = [records, ANSWER_TOKENS, MOST_TOKENS, settings.peft_layout]
+    key = partial(reference_key, base, adapters, asked)
+    answered = whole.part(3 * size, "answers of the reference")
+    read = whole.part(size, "reference")
+
+    def make() -> Referred:
+        model, tokenizer = loaded or load(base, adapters, **_matching(settings))[:2]
+        notes = list[str]()
+        passages = read_passages(
+            records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
+            advance=answered, notes=notes, command="mlxstacks compare ",
+        )  # fmt: skip
+        return refer(model, passages, read), notes
+
+    referred = once(key, make)
+    read(1, 1)
+    return referred
 
 
 def _matching(settings: FuseSettings) -> dict[str, Any]:
@@ -224,9 +240,7 @@ def _judge(
     passes = 1 + bool(adapters) + 2 * by_itself + 4 * (referred is None)
     size = (1 - _FUSE_SHARE) / passes
     if referred is None:
-        model, tokenizer, _ = load(base, adapters, **_matching(settings))
-        referred = _refer(model, tokenizer, records, whole, size)
-        del model
+        referred = _refer(settings, adapters, records, whole, size)
     reference, notes = referred
     fuse = agree(load(target)[0], reference, whole.part(size, FUSED))
     figures = {FUSED: figures_of(fuse)}
@@ -235,7 +249,9 @@ def _judge(
         without = agree(model, reference, whole.part(size, BASE))
         figures[BASE] = figures_of(without)
         if by_itself:
-            plain = refer(model, reference.passages, whole.part(size, "base"))
+            advance = whole.part(size, "base")
+            key = partial(reference_key, base, (), [*map(asdict, reference.passages)])
+            plain, _ = once(key, lambda: (refer(model, reference.passages, advance), []))
             fuse_in_memory(model, settings.model_copy(update={"zero_delta": True}))
             zero = agree(model, plain, whole.part(size, ZERO))
             figures[ZERO] = figures_of(zero)

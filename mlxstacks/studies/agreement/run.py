@@ -362,22 +362,21 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
 def agreement_table(
     id: str, title: str, figures: Mapping[str, Figures], *, folded: bool = False
 ) -> Table:
-    """A row a model: figures of one kind of passages; folded: with the change of the loss."""
+    """A row a model: figures of one kind of passages; folded: the loss with its interval too."""
     columns: dict[str, Kind | tuple[Kind, int]] = {
         "model": "text", "same next token": "share", "KL, nats per token": ("number", 4),
-        "KL, 99th percentile": ("number", 3),
+        "KL, 99th percentile": ("number", 3), "loss, nats": ("change", 3),
     }  # fmt: skip
-    names = ["agreement", "kl_nats"]
-    rows = [[name, *(_cell(parts, figure) for figure in names), parts["kl_p99_nats"]]
-            for name, parts in figures.items()]  # fmt: skip
-    if folded:
-        columns["change of loss, nats"] = ("change", 3)
-        for row, parts in zip(rows, figures.values(), strict=True):
-            row.append(_cell(parts, "loss_change_nats"))
+    loss = _cell if folded else dict.get  # a line of 80 has no room for a third interval
+    rows = [
+        [name, *(_cell(parts, figure) for figure in ("agreement", "kl_nats")),
+         parts["kl_p99_nats"], loss(parts, "loss_change_nats")]
+        for name, parts in figures.items()
+    ]  # fmt: skip
     caption = (
         f"{next(iter(figures.values()))['positions']:,} tokens, each after the right tokens before "
-        "it. KL: from the reference. 95% intervals: passages drawn anew, where there are "
-        f"{_LEAST_PASSAGES} or more."
+        "it. KL and change of loss: from the reference. 95% intervals: passages drawn anew, where "
+        f"there are {_LEAST_PASSAGES} or more."
     )
     return Table.of(id, title, columns, rows, caption=caption, folded=folded)
 
