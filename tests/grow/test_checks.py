@@ -117,7 +117,10 @@ def trained(*losses: float, patience: int | None = None, **changes: Any) -> dict
         (trained(3.0, 1.0, 1.05, patience=1), None),
         (trained(3.0, 1.0, 1.2, kept=False), None),  # its stack is nowhere
         (trained(3.0, 1.0, 1.2), r"training: round 1: .* 1.2000 is more than 0.1 above its best"),
-        (trained(3.0, 1.0, math.nan), r"training: round 1: the validation loss is nan \(fewer iters .*, needed"),
+        (
+            trained(3.0, 1.0, math.nan),
+            r"training: round 1: the validation loss is nan \(fewer .*, needed",
+        ),
         (trained(3.0, 2.0, history=[{"loss": 1.0}, {"grad_norm": None}]), r"gave no number"),
     ],
 )
