@@ -146,6 +146,9 @@ class _Reader:
         name = name or function.__qualname__
         self.cells.add(f"{name} {_code_of(code)}")
         self._use_held(function, name)
+        for imported in _imports_in(code):
+            if (spec := _own_spec(imported)) is not None:
+                self._follow_file(Path(str(spec.origin)).absolute(), imported, spec.parent or "")
         for used in sorted(_globals_in(code) & function.__globals__.keys()):
             value = function.__globals__[used]
             if self.is_new and isinstance(value, FunctionType | type) and _is_former(value):
@@ -155,13 +158,16 @@ class _Reader:
             self.use(used, value)
 
     def _use_held(self, function: FunctionType, name: str) -> None:
-        """The defaults of a function, and what it encloses."""
+        """The defaults and attributes of a function, and what it encloses."""
         if (function, name) in self._seen or is_installed(function.__code__.co_filename):
             return
         self._seen.add((function, name))
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for place, value in enumerate(defaults):
             self.use(f"default {place}", value, f"{name} ")
+        for attribute, value in vars(function).items():
+            if attribute != "__wrapped__":
+                self.use(attribute, value, f"{name} ")
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for free, cell in cells:
             with suppress(ValueError):  # nothing is in it yet
@@ -169,7 +175,7 @@ class _Reader:
 
     def use(self, name: str, value: Any, of: str = "") -> None:
         """A value that code in a cell names; of: what it has to be told apart by."""
-        if isinstance(value, MethodType):
+        if isinstance(value, MethodType | BuiltinFunctionType):
             self.use(f"{name} of", value.__self__, of)
         function = _function(value)
         if function or isinstance(value, type | ModuleType):
@@ -281,6 +287,17 @@ def _globals_in(code: CodeType) -> set[str]:
     return names.union(*(_globals_in(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
+def _imports_in(code: CodeType) -> set[str]:
+    """Names of modules that code imports when it runs."""
+    names, base = set[str](), ""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            names.add(base := str(step.argval))
+        elif step.opname == "IMPORT_FROM":
+            names.add(f"{base}.{step.argval}")
+    return names.union(*(_imports_in(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
 def _code_of(value: Any) -> object:
     """What code does, and a value is, the same in every process.
 
@@ -296,17 +313,23 @@ def _code_of(value: Any) -> object:
     if isinstance(value, tuple | list):
         return [*map(_code_of, value)]
     if kind.__module__ in ("builtins", "collections") and isinstance(value, dict):
-        return [(_code_of(key), _code_of(held)) for key, held in value.items()]
+        factory = _code_of(getattr(value, "default_factory", None))
+        return factory, [(_code_of(key), _code_of(held)) for key, held in value.items()]
     if isinstance(value, partial):
         return [_code_of(part) for part in (value.func, value.args, value.keywords)]
     if is_dataclass(value) and not isinstance(value, type):
-        return kind.__qualname__, _code_of({f.name: getattr(value, f.name) for f in fields(value)})
-    if callable(getattr(value, "tolist", None)):  # an array of numpy, MLX, torch; a series
+        held = {f.name: getattr(value, f.name) for f in fields(value)}
+        return kind.__qualname__, _code_of(held | getattr(value, "__dict__", {}))
+    if callable(to_frame := getattr(value, "to_frame", None)):  # a series of pandas
+        value = to_frame()
+    if hasattr(value, "columns") and hasattr(value, "to_csv"):  # a frame
+        kinds = [(str(name), repr(kind)) for name, kind in value.dtypes.items()]
+        whole = kind.__name__, value.to_csv(), kinds, value.columns.names
+        return sha256(repr(whole).encode()).hexdigest()
+    if callable(getattr(value, "tolist", None)):  # an array of numpy, MLX, torch
         array = value if isinstance(value, np.ndarray) else np.asarray(value.tolist())
         data = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
         return array.shape, str(value.dtype), sha256(data).hexdigest()
-    if hasattr(value, "columns") and hasattr(value, "to_csv"):  # a frame of pandas
-        return sha256(value.to_csv().encode()).hexdigest()
     if function := _function(value):  # within a list, say
         return _code_of(function.__code__)
     if isinstance(value, type | ModuleType | BuiltinFunctionType | np.ufunc):

@@ -172,6 +172,10 @@ class Table(_Part):
         caption, folded.
         """
         if callable(records := getattr(rows, "to_dict", None)):
+            if not hasattr(rows, "columns"):
+                raise ValueError(
+                    f"table {id}: rows are a series; give a data frame, .reset_index()"
+                )
             rows = records("records")
         parts = []
         for name, kind in columns.items():
@@ -201,7 +205,9 @@ def _cells_of(
         raise ValueError(f"table {id}: {row!r:.60} is no row; a row is a tuple of cells, or a dict")
     if isinstance(row, Mapping):
         if lost := columns.keys() - row.keys():
-            raise ValueError(f"table {id}: a row has no {min(lost)}; it has {', '.join(row)}")
+            raise ValueError(
+                f"table {id}: a row has no {min(lost)}; it has {', '.join(map(str, row))}"
+            )
         return tuple(row[name] for name in columns)
     return tuple(row)
 
@@ -212,9 +218,11 @@ def _holds(low: Any, value: Any, high: Any) -> bool:
 
 
 def _is_impossible(column: Column, cell: Cell) -> bool:
-    """An interval without its estimate inside, a p beyond 0 to 1, a part of a count; rounding is
-    none of these.
+    """An interval without its estimate inside, a p beyond 0 to 1, a part of a count, a number as
+    text; rounding is none of these.
     """
+    if isinstance(cell, str):
+        return column.kind != "text" and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", cell) is not None
     values = cell if isinstance(cell, tuple) else (cell,)
     numbers = [value for value in values if isinstance(value, int | float)]
     if isinstance(cell, tuple) and not _holds(cell[-2], cell[0], cell[-1]):

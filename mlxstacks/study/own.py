@@ -155,6 +155,7 @@ class OwnStudy(Study):
     def _read_code(self, *, is_new: bool = False) -> dict[str, str]:
         """As it is now: what a run fills while it works is no change of its code."""
         held = {n: v for n, v in vars(self).items() if n not in ("settings", "_code_read")}
+        held |= {"settings": type(self.settings)}  # their values are in the plan
         self._code_read = code_of(type(self), OwnStudy, held, is_new=is_new)
         return self._code_read.digests
 

@@ -398,7 +398,8 @@ def test_steps_have_names_and_outputs_of_their_own(
 
 PREAMBLE = (
     "import mlx.core as mx, numpy as np, pandas as pd\nfrom pathlib import Path\n"
-    "from dataclasses import dataclass\nfrom functools import cache, partial\n"
+    "from collections import defaultdict\nfrom dataclasses import dataclass\n"
+    "from functools import cache, partial\n"
     "@dataclass\nclass Reply:\n text: str\n def get(self, x): return self.text\n"
 )
 BARE = "def bare(f):\n def inner(*a): return f(*a)\n return inner"
@@ -436,7 +437,12 @@ def test_code_is_told_by_what_it_does_not_by_where_it_stands(
                     "np.array(['a', None])", "np.array(['b', None])",
                     "mx.array([1, 2], mx.bfloat16)", "mx.array([1, 3], mx.bfloat16)",
                     "pd.DataFrame({'a': [1]})", "pd.DataFrame({'a': [2]})",
-                    "pd.DataFrame({'b': [1]})", "pd.Series([1])", "Reply('a')", "Reply('b')",
+                    "pd.DataFrame({'b': [1]})", "pd.DataFrame({'a': [1]}, dtype='int8')",
+                    "pd.Series([1])", "pd.Series([1], name='a')",
+                    "pd.Series(pd.Categorical(['a'], categories=['a', 'b']))",
+                    "pd.Series(pd.Categorical(['a'], categories=['b', 'a']))",
+                    "defaultdict(lambda: 1)", "defaultdict(lambda: 2)", "{1: 2}.get", "{1: 3}.get",
+                    "Reply('a')", "Reply('b')",
                     "partial(Reply, 'a')", "partial(Reply, 'b')", "Path('a')", "Path('b')", "None",
                 )
             ),
@@ -447,6 +453,7 @@ def test_code_is_told_by_what_it_does_not_by_where_it_stands(
             *(f"{BARE}\n@bare\ndef helper(x): return {n}" for n in (7, 8)),
             *(f"{PREAMBLE}@np.vectorize\ndef helper(x): return {n}" for n in (9, 10)),
             *(f"{PREAMBLE}helper = Reply({n}).get" for n in (11, 12)),
+            *(f"def helper(x): return helper.n\nhelper.n = {n}" for n in (13, 14)),
         )
     ]  # fmt: skip
     assert len({*map(_cells, codes)}) == len(codes)
@@ -468,6 +475,9 @@ def test_what_a_function_of_a_file_encloses_is_watched(
         for n in (1, 2)
     ]
     assert _cells(codes[0]) == _cells(codes[0]) != _cells(codes[1])
+    names: dict[str, Any] = {"Quick": Quick, "__name__": "__main__"}
+    exec("class Own(Quick):\n def steps(self, work):\n  from own_making import make", names)
+    assert "own_making.py" in code_of(names["Own"], OwnStudy).digests
 
 
 def test_what_a_study_was_given_belongs_to_it_as_it_was_at_the_start(
@@ -489,6 +499,17 @@ def test_what_a_study_was_given_belongs_to_it_as_it_was_at_the_start(
         given = coin.CoinSettings(save_path=str(tmp_path / "coin"))
         return run_study(names["Own"](given, rows))  # type: ignore[operator]
 
+    def settings_that_give(n: int) -> str:
+        names: dict[str, Any] = {
+            "Settings": coin.CoinSettings,
+            "Quick": Quick,
+            "__name__": "__main__",
+        }
+        exec(f"class Own(Quick): pass\nclass Given(Settings):\n def f(self): return {n}", names)
+        kind, given = names["Own"], names["Given"](save_path="out")
+        return str(kind(given)._read_code()["code of Own"])
+
+    assert settings_that_give(1) == settings_that_give(1) != settings_that_give(2)
     run(np.array([1]))
     assert "Changed" not in str(run(np.array([1])).notes)
     assert "Changed since this was made: code of Own" in str(run(np.array([2])).notes)

@@ -364,7 +364,13 @@ def test_the_page_on_studies_shows_every_kind_as_it_is_printed() -> None:
 def test_rows_of_a_table_may_be_a_data_frame() -> None:
     frame = pytest.importorskip("pandas").DataFrame({"n": [1, 2], "x": ["p", "q"]})
     assert Table.of("t", "T", {"x": "text", "n": "count"}, frame).rows == (("p", 1), ("q", 2))
-    for row, message in (("ab", "'ab' is no row; a row is a tuple"), ({"x": 1}, "no n; it has x")):
+    with pytest.raises(ValueError, match="rows are a series; give a data frame"):
+        Table.of("t", "T", {"n": "count"}, frame.n)
+    for row, message in (
+        (("a", "12"), "12 is no count"),
+        ("ab", "'ab' is no row; a row is a tuple"),
+        ({"x": 1}, "no n; it has x"),
+    ):
         with pytest.raises(ValueError, match=message):
             Table.of("t", "T", {"x": "text", "n": "count"}, [row])
 
