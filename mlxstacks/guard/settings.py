@@ -86,7 +86,7 @@ class GuardSettings(Settings):
     decode_with: DecodeName = Field(
         "stream",
         description="Generator: mlx-lm's stream_generate (stream) or BatchGenerator (batched), or "
-        "that of `align --method grpo` (drawn).",
+        "that of align by GRPO (drawn).",
     )
     hosts: int | None = Field(
         None,
