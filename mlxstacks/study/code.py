@@ -101,7 +101,11 @@ class _Reader:
                 assert module is not None
                 self._follow_file(path, module.__name__, module.__package__ or "")
         # a module that nobody registered is read like cells
-        elif module in (None, sys.modules["__main__"]) and value not in (module, *self._seen):
+        elif (
+            module in (None, sys.modules["__main__"])
+            and value is not module
+            and value not in self._seen
+        ):
             self._seen.add(value)
             if isinstance(value, type):
                 self._follow_class(value)

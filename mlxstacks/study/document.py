@@ -222,7 +222,9 @@ def _is_impossible(column: Column, cell: Cell) -> bool:
     text; rounding is none of these.
     """
     if isinstance(cell, str):
-        return column.kind != "text" and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", cell) is not None
+        return (
+            column.kind != "text" and re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", cell) is not None
+        )
     values = cell if isinstance(cell, tuple) else (cell,)
     numbers = [value for value in values if isinstance(value, int | float)]
     if isinstance(cell, tuple) and not _holds(cell[-2], cell[0], cell[-1]):
