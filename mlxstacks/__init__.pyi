@@ -220,8 +220,9 @@ def guard(model: str | Path | None = None, *, max_seq_length: int = 2048, batch_
     adapter_copies: int = 1, decode_tokens: int = 0, decode_batch: int = 1,
     decode_with: Literal['stream', 'batched', 'drawn'] = 'stream', hosts: int | None = None,
     memory_gbps: float = 546, link_gbps: float = 60, link_latency_us: float = 50,
-    resource_limit: int | None = None, working_set_bytes: int | None = None, apply: bool = False,
-    force: bool = False, progress: bool | Callable[..., None] | None = None) -> Result:
+    tokens_per_second: float | None = None, resource_limit: int | None = None,
+    working_set_bytes: int | None = None, apply: bool = False, force: bool = False,
+    progress: bool | Callable[..., None] | None = None) -> Result:
     """Predict the live buffers and bytes of a training run from a model's config alone."""
 
 def identity(model: str | Path | None = None, *, persona: str | Path | None = None,

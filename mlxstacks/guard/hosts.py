@@ -117,18 +117,39 @@ class HostPlan:
 
 
 def plan_hosts(config: dict[str, Any], settings: GuardSettings) -> list[HostPlan]:
-    """For 1, 2, 4, ... hosts, up to those asked for."""
+    """For 1, 2, 4, ... hosts, up to those asked for.
+
+    Raises: InputError: one host was measured to be faster than its memory.
+    """
     most, plans = settings.hosts or 0, []
     counts = [1 << n for n in range(most.bit_length())]
+    computing = _computing_seconds(config, settings) if most else 0.0
     for hosts in dict.fromkeys([*counts, *([most] if most else [])]):
         try:
-            plans.append(_plan(config, settings, hosts))
+            plans.append(_plan(config, settings, hosts, computing))
         except InputError as error:
             plans.append(HostPlan(hosts, problem=str(error)))
     return plans
 
 
-def _plan(config: dict[str, Any], settings: GuardSettings, hosts: int) -> HostPlan:
+def _computing_seconds(config: dict[str, Any], settings: GuardSettings) -> float:
+    """Of a token on one host, beside reading its weights."""
+    if settings.tokens_per_second is None:
+        return 0.0
+    read = _read_bytes(adapted_model(config, settings)[0])
+    seconds = 1 / settings.tokens_per_second - read / (settings.memory_gbps * 1e9)
+    if seconds < 0:
+        raise InputError(
+            f"tokens_per_second {settings.tokens_per_second:g}: a token reads {read / 1e9:.3g} GB, "
+            f"so memory_gbps {settings.memory_gbps:g} allows at most "
+            f"{settings.memory_gbps * 1e9 / read:.4g}; one of the two is wrong"
+        )
+    return seconds
+
+
+def _plan(
+    config: dict[str, Any], settings: GuardSettings, hosts: int, computing: float
+) -> HostPlan:
     model, held = adapted_model(config, settings)
     messages = count_token(model, hosts)
     base, _ = adapted_model(config, settings)
@@ -138,7 +159,8 @@ def _plan(config: dict[str, Any], settings: GuardSettings, hosts: int) -> HostPl
     read = _read_bytes(model)
 
     def tokens_per_second(hops: int, sent_bytes: int) -> float:
-        seconds = read / (settings.memory_gbps * 1e9) + hops * settings.link_latency_us * 1e-6
+        seconds = computing + read / (settings.memory_gbps * 1e9)
+        seconds += hops * settings.link_latency_us * 1e-6
         return 1 / (seconds + 8 * sent_bytes / (settings.link_gbps * 1e9))
 
     return HostPlan(
@@ -179,11 +201,17 @@ def hosts_table(plans: list[HostPlan], settings: GuardSettings) -> Table:
         tuple(asdict(p).values()) if p.problem is None else (p.hosts, *[None] * 8, p.problem)
         for p in plans
     ]
+    measured = settings.tokens_per_second
     caption = (
         "Counted from the config: bytes and messages of each host, of a token with a short context "
         "(no cache to read). Assumed, not measured, and all that tokens a second follow from: "
         f"{settings.memory_gbps:g} GB/s of memory, {settings.link_gbps:g} Gbit/s and "
-        f"{settings.link_latency_us:g} microseconds a message on the link; computing is free. "
-        "ring: MLX's ring and jaccl-ring, whose messages wait for each other; mesh: jaccl."
+        f"{settings.link_latency_us:g} microseconds a message on the link; "
+        + (
+            "computing is free. "
+            if measured is None
+            else f"on every host the computing that {measured:g} tokens a second on one leave. "
+        )
+        + "ring: MLX's ring and jaccl-ring, whose messages wait for each other; mesh: jaccl."
     )
     return Table.of("hosts", "Generating on several hosts", columns, rows, caption=caption)

@@ -107,6 +107,12 @@ class GuardSettings(Settings):
         description="Latency of a message, microseconds (assumed): 50 for RDMA (jaccl), about 300 "
         "for TCP (ring).",
     )
+    tokens_per_second: float | None = Field(
+        None,
+        gt=0,
+        description="What one host was measured to write; the time that reading memory does not "
+        "explain then counts for every host. Default: computing is free.",
+    )
     resource_limit: ResourceLimit = None
     working_set_bytes: WorkingSetBytes = None
     apply: bool = Field(False, description="Print only the settings that fit, as a recipe.")

@@ -8,6 +8,7 @@ reads the whole input and its output is cut, so every form of it works as in one
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -22,14 +23,24 @@ from mlxstacks.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """How a projection is split. outputs: of the whole projection those that are here, (N',); None:
-    the inputs are split. is_summed: the projection itself adds up the parts, not the module around.
+    """How a projection is split. outputs: of the whole projection those that are here, int (N',),
+    or a slice where they lie side by side; None: the inputs are split. is_summed: the projection
+    itself adds up the parts, not the module around.
     """
 
     group: mx.distributed.Group
     dims: int
-    outputs: mx.array | None
+    outputs: mx.array | slice | None
     is_summed: bool
+
+    @cached_property
+    def _places(self) -> mx.array:
+        """Of every output where it is among those that are here; one past them: it is not."""
+        assert isinstance(self.outputs, mx.array)
+        places = mx.full(self.dims, self.outputs.size)
+        places[self.outputs] = mx.arange(self.outputs.size)
+        mx.eval(places)
+        return places
 
     def whole(self, x: mx.array) -> mx.array:
         """x (..., K') of a process -> (..., K) of all."""
@@ -49,16 +60,16 @@ class Split:
     def widened(self, y: mx.array) -> mx.array:
         """What a process has of the output (..., N') -> (..., N), so that a delta can be added."""
         if self.outputs is not None:
-            places = mx.full(self.dims, y.shape[-1])
-            places[self.outputs] = mx.arange(y.shape[-1])
-            padded = mx.concatenate([y, mx.zeros((*y.shape[:-1], 1), y.dtype)], axis=-1)
-            return mx.take(padded, places, axis=-1)  # (..., N), 0 where it is another's
+            beside = [(0, 0)] * (y.ndim - 1)
+            if isinstance(self.outputs, slice):
+                return mx.pad(y, [*beside, (self.outputs.start, self.dims - self.outputs.stop)])
+            return mx.take(mx.pad(y, [*beside, (0, 1)]), self._places, axis=-1)
         return y if self.is_summed else y * self.group.size()
 
     def cut(self, y: mx.array) -> mx.array:
         """The inverse of `widened`."""
         if self.outputs is not None:
-            return mx.take(y, self.outputs, axis=-1)
+            return y[..., self.outputs]
         return y if self.is_summed else y / self.group.size()
 
 
@@ -164,14 +175,16 @@ def _split(
     if cut is None:  # fewer heads than processes: several have the same one
         each = part["weight"].shape[0]
         head = group.rank() * (dims // each) // group.size()
-        return Split(group, dims, mx.arange(each * head, each * (head + 1)), False)
+        return Split(group, dims, slice(each * head, each * (head + 1)), False)
     axis, segments = cut
     is_summed = isinstance(part, nn.ShardedToAllLinear | nn.QuantizedShardedToAllLinear)
     if axis in (-1, len(shape) - 1):
         return Split(group, dims, None, is_summed)
     parts = np.split(np.arange(dims), segments)
     own = np.concatenate([np.split(part, group.size())[group.rank()] for part in parts])
-    return Split(group, dims, mx.array(own), is_summed)
+    first, last = int(own[0]), int(own[-1])
+    outputs = slice(first, last + 1) if len(own) == last + 1 - first else mx.array(own)
+    return Split(group, dims, outputs, is_summed)
 
 
 _CUTTING: dict[type, type] = {}

@@ -52,8 +52,11 @@ def gamma_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("grow"))
+
+
+def write_places(root: Path) -> Places:
     """A store of two domains with a random router, and its log of gaps."""
-    root = tmp_path_factory.mktemp("grow")
     model = write_tiny_model(root / "model")
     data = write_domains(root / "data", ("alpha", "beta"))
     store = train_store((model, data), root / "store", domains=("alpha", "beta"))

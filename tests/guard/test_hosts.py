@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
+from mlxstacks.errors import InputError
 from mlxstacks.guard.build import adapted_model
 from mlxstacks.guard.hosts import count_token
 from mlxstacks.guard.run import run_command
@@ -92,3 +93,16 @@ def test_hosts_are_planned_or_told_why_not(directory: Path) -> None:
     assert "cannot be split over 4 processes" in four["problem"]
     captions = [block.caption for block in result.blocks if isinstance(block, Table)]
     assert any("Assumed, not measured" in caption for caption in captions)
+
+
+def test_what_one_host_was_measured_to_write_counts_on_every_host(directory: Path) -> None:
+    free = run_command(settings_of(directory)).data["hosts"]
+    slow = settings_of(directory).model_copy(update={"tokens_per_second": 100.0})
+    one, two, _ = run_command(slow).data["hosts"]
+    assert one["ring_tokens_per_second"] == pytest.approx(100)
+    computing = 1 / 100 - 1 / free[0]["ring_tokens_per_second"]
+    expected = 1 / (computing + 1 / free[1]["mesh_tokens_per_second"])
+    assert two["mesh_tokens_per_second"] == pytest.approx(expected)
+    fast = slow.model_copy(update={"tokens_per_second": 1e9})
+    with pytest.raises(InputError, match="memory_gbps 546 allows at most"):
+        run_command(fast)
