@@ -15,8 +15,7 @@ from scipy.stats import fisher_exact
 
 from mlxstacks.settings import Count, Probability
 from mlxstacks.stats import share
-from mlxstacks.study.document import Columns, Plot, Series, Table
-from mlxstacks.study.own import OwnStudy, RunSettings, Step, main
+from mlxstacks.study import Columns, OwnStudy, Plot, RunSettings, Series, Step, Table, main
 from mlxstacks.study.result import Result
 
 ARMS = {"fair": 0.5, "loaded": 0.65}

@@ -38,6 +38,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module("mlxstacks.api").function_named(name)
     elsewhere = TERMINAL_ONLY.get(name)
+    if name in importlib.import_module("mlxstacks.study").__all__:
+        elsewhere = "it is in mlxstacks.study"
     hint = f"; {elsewhere}" if elsewhere else nearest(name, __all__)
     raise AttributeError(f"module 'mlxstacks' has no attribute {name!r}{hint}")
 

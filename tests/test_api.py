@@ -24,7 +24,7 @@ from datasets import Dataset
 from pandas import DataFrame, Series, to_datetime  # type: ignore[import-untyped]
 
 import mlxstacks as ms
-from mlxstacks import api, base_model
+from mlxstacks import api, base_model, study
 from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError, Interrupted
 from mlxstacks.files.store import Store
@@ -64,11 +64,25 @@ def test_every_name_is_there(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("fused", "did you mean 'fuse'"), ("chat", "ms.generate"), ("x", "'x'$")]
+    ("name", "words"),
+    [
+        ("fused", "did you mean 'fuse'"),
+        ("evaluate", "'eval'"),
+        ("chat", "ms.generate"),
+        ("Table", "mlxstacks.study"),
+        ("x", "'x'$"),
+    ],
 )
 def test_no_other_name(name: str, words: str) -> None:
     with pytest.raises(AttributeError, match=words):
         getattr(ms, name)
+
+
+def test_what_a_study_of_ones_own_needs_is_in_one_place() -> None:
+    for name in study.__all__:
+        assert getattr(study, name).__name__ == name or name == "Columns"
+    with pytest.raises(AttributeError, match="no attribute 'x'"):
+        study.x  # noqa: B018
 
 
 def test_every_command_is_a_function(tmp_path: Path) -> None:

@@ -500,10 +500,12 @@ def load(dotted: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], outer: str = "") -> str:
-    """`; did you mean 'x'?`, or nothing when no known name is close or begins with the same four
-    letters. outer: shown before it.
+    """`; did you mean 'x'?`: a known name that `name` begins with (`evaluate`: eval), else one that
+    is close, else one of the same first four letters; or nothing. outer: shown before it.
     """
-    close = difflib.get_close_matches(name, names := sorted(known), n=1, cutoff=0.6)
+    names = sorted(known)
+    close = [other for other in names if len(other) > 3 and name.startswith(other)][-1:]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if not close and len(name) > 3 and name[:4].isalpha():
         close = [other for other in names if other[:4] == name[:4]]
     return f"; did you mean {outer + close[0]!r}?" if close else ""
