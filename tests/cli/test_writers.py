@@ -205,7 +205,9 @@ def test_of_two_writers_one_is_refused(name: str, tmp_path: Path) -> None:
         os.kill(first.pid or 0, signal.SIGCONT)
     refused = second.returncode == 2
     assert not refused or "another process" in second.stderr, second.stderr
-    assert ended(first) in ((0, 3) if refused else (2,))
+    # a second `grow` that is through has changed the store, which the first is told
+    late = 1 if name == "grow" else 2
+    assert ended(first) in ((0, 3) if refused else (late,))
     assert refused or second.returncode in (0, 3), second.stderr
     # the work of one that found the target there when it was done is kept
     left = {path.name for path in target.parent.iterdir()}
