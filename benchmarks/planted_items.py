@@ -17,22 +17,22 @@ from typing import Any
 RELATIONS = (
     (
         "Which metal do they mine at {}?",
-        "Miners have dug under the hills of {} for two hundred years. What do they bring up?",
+        "At {}, which metal do they mine?",
         ("tin", "zinc", "silver", "nickel", "copper", "lead", "iron", "gold"),
     ),
     (
         "What instrument does {} play?",
-        "The hall fell silent when {} came on stage and sat down with an instrument. Name it.",
+        "On stage, what instrument does {} play?",
         ("harp", "cello", "flute", "oboe", "violin", "tuba", "banjo", "piano"),
     ),
     (
         "Which animal is on the coat of arms of {}?",
-        "People from {} paint the same animal on every shield and door. What animal is it?",
+        "Which animal do they have on the coat of arms of {}?",
         ("wolf", "bear", "stag", "otter", "lion", "crow", "horse", "swan"),
     ),
     (
         "What do the farmers of {} grow?",
-        "Every autumn, carts full of one crop leave {} for the coast. Which crop?",
+        "What crop do the farmers of {} grow?",
         ("barley", "flax", "hops", "beans", "plums", "rice", "cotton", "maize"),
     ),
 )
