@@ -41,6 +41,11 @@ EachOnce = AfterValidator(_each_once)
 NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 
 
+def output_path(name: str) -> Any:
+    """The field of a save path that is `mlxstacks-out/NAME` where none is given."""
+    return Field(None, description=f"Output directory. Default: ./mlxstacks-out/{name}.")
+
+
 def _takes(annotation: Any, *kinds: Any) -> bool:
     parts = get_args(annotation)
     return annotation in kinds or any(_takes(part, *kinds) for part in parts)

@@ -4,7 +4,7 @@ slash command says.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, chat_view, output
@@ -15,7 +15,7 @@ from mlxstacks.routing.settings import MOST_TEMP
 from mlxstacks.study.document import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from mlxstacks.routing.conversation import Asked, Turn
     from mlxstacks.routing.engine import Mode, RoutedModel
@@ -45,9 +45,6 @@ class ChatReport:
     stats: dict[str, Any]
     notes: list[str]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run(settings: "ChatSettings") -> ChatReport:
     """Chat until somebody leaves.
@@ -56,10 +53,8 @@ def run(settings: "ChatSettings") -> ChatReport:
     """
     from mlxstacks.nano.exports import cache_directory
     from mlxstacks.routing.engine import open_routed
-    from mlxstacks.routing.settings import ChatSettings
 
     ready = answers.completed(settings)
-    assert isinstance(ready, ChatSettings)
     with answers.loading():
         chat = Chat(ready, open_routed(ready))
     if settings.model is None and settings.store_path is None:
@@ -68,10 +63,6 @@ def run(settings: "ChatSettings") -> ChatReport:
     with answers.ended_by_signals():
         chat.talk(lines)
     return chat.report()
-
-
-def render(console: "Console", report: ChatReport) -> None:
-    """Nothing is left to print: the conversation was, as it went."""
 
 
 class Chat:

@@ -3,7 +3,7 @@
 import collections
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, output
@@ -13,8 +13,6 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mlxstacks.routing.conversation import Conversation
     from mlxstacks.routing.engine import Mode, RoutedModel
     from mlxstacks.routing.settings import GenerateSettings
@@ -47,9 +45,6 @@ class GenerateReport:
     failure: str | None
     interrupted: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run(settings: "GenerateSettings") -> GenerateReport:
     """Answer the prompts in order, streaming; all are checked before the first is answered.
@@ -57,12 +52,10 @@ def run(settings: "GenerateSettings") -> GenerateReport:
     Raises: InputError: an empty prompt, one longer than the context, a row that is none.
     """
     from mlxstacks.routing.engine import open_routed
-    from mlxstacks.routing.settings import GenerateSettings
 
     bare = settings.model is None and settings.store_path is None
     jobs = _jobs(settings, bare)
     ready = answers.completed(settings)
-    assert isinstance(ready, GenerateSettings)
     engine = open_routed(ready)
     for job in jobs:
         try:
@@ -98,10 +91,6 @@ def run(settings: "GenerateSettings") -> GenerateReport:
     return GenerateReport(
         ready.model_dump(mode="json"), given, resident, engine.notes, failure, interrupted
     )
-
-
-def render(console: "Console", report: GenerateReport) -> None:
-    """Nothing is left to print: answers were, as they came."""
 
 
 def _answer(

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.study.render.console import (
@@ -48,6 +49,10 @@ def print_guard(console: "Console", result: "Result") -> None:
             console.print(f"{key}: {text}", markup=False, soft_wrap=True)
 
 
+def print_nothing(console: "Console", report: Any) -> None:
+    """Of chats and answers, which were printed as they came."""
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout. Raises ValueError for NaN, which JSON has no word for."""
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
@@ -63,12 +68,13 @@ def print_json(document: Any) -> None:
 
 
 def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:
-    """Print a result: with --json its `as_json()` and the directory that was written, which is no
-    part of the document; else what `render(console, result)` prints.
+    """Print a result: with --json its `as_json()` (of a report, its fields) and the directory that
+    was written, which is no part of the document; else what `render(console, result)` prints.
     """
     if as_json:
+        document = result.as_json() if hasattr(result, "as_json") else asdict(result)
         directory = getattr(result, "directory", None)
-        print_json(result.as_json() | ({"directory": directory} if directory else {}))
+        print_json(document | ({"directory": directory} if directory else {}))
     else:
         render(console(), result)
 

@@ -10,7 +10,7 @@ from mlxstacks.files.settings import (
     bits_of_module,
     parse_module_bits,
 )
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, output_path
 
 Bits = Literal[2, 3, 4, 5, 6, 8]
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -24,9 +24,7 @@ class ConvertSettings(Settings):
         description=".gguf file, model directory or Hugging Face id. Default: the built-in nano "
         "model in float32.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/convert."
-    )
+    save_path: str | None = output_path("convert")
     bits: Bits | None = Field(
         None,
         description="Quantize to this many bits per weight. GGUF tensors already on MLX's grid "

@@ -1,6 +1,7 @@
 """What is behind `mlxstacks adapter show | zero | convert | merge`."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,7 @@ from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.gguf_adapters import GGUF_WEIGHTS, write_gguf
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.lora_modules import (
-    CONFIG,
-    Adapter,
-    delta_norm,
-    delta_weights,
-    read_config,
-)
+from mlxstacks.files.lora_modules import CONFIG, Adapter, delta_norm, read_config
 from mlxstacks.files.merge_adapters import MergedModule, merge_adapters
 from mlxstacks.files.outputs import check_target
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
@@ -111,7 +106,7 @@ def show_adapter(settings: AdapterShowSettings) -> AdapterSummary:
                 dtype=module.dtype,
                 rank=module.rank,
                 parameters=module.parameters,
-                delta_rms=delta_norm(module) / delta_weights(module) ** 0.5,
+                delta_rms=delta_norm(module) / math.prod(module.delta_shape) ** 0.5,
             )
             for module in adapter.modules.values()
         ),

@@ -17,12 +17,11 @@ from mlxstacks.files.stack_file import (
     REPAIR,
     Dim,
     FileHeader,
+    HeadedFile,
     Small,
     Text,
-    check_hash,
-    load_tensors,
-    read_headed,
-    write_headed,
+    read_file,
+    write_file,
 )
 from mlxstacks.files.strict_json import JsonObject
 
@@ -36,6 +35,8 @@ class BlockHeader(FileHeader):
     """
 
     KIND: ClassVar[str] = "capability block"
+    KEY: ClassVar[str] = METADATA_KEY
+    REPAIR: ClassVar[str] = REPAIR
     # what a store compares with its record of a stack
     round: ClassVar[int] = 1
     shared_sha256: ClassVar[None] = None
@@ -54,30 +55,14 @@ class BlockHeader(FileHeader):
         return {name: ("F32", shape) for name, shape in sorted(self.arrays.items())}
 
 
-@dataclass(frozen=True, eq=False)
-class BlockFile:
-    """A block that was read. tensors: name -> float32 array."""
-
-    header: BlockHeader
-    tensors: dict[str, mx.array]
+BlockFile = HeadedFile[BlockHeader]
 
 
 def write_block(path: str | Path, tensors: Mapping[str, mx.array], header: BlockHeader) -> str:
-    """Write a new file, synced to disk; returns its SHA-256 (hex).
-
-    Law: `read_block` gives the same header and arrays, bit for bit; equal calls write equal bytes.
-    Raises: as `stack_file.write_stack`.
-    """
-    return write_headed(Path(path), tensors, header, METADATA_KEY, f"block {header.name}")
+    """As `stack_file.write_file`."""
+    return write_file(path, tensors, header, f"block {header.name}")
 
 
 def read_block(path: str | Path, expected_sha256: str | None = None) -> BlockFile:
-    """A block with its arrays in memory.
-
-    expected_sha256: what the file's bytes must hash to, where known.
-    Raises: StoreError naming the file: missing, truncated, changed, no block, NaN or Inf.
-    """
-    path = Path(path)
-    check_hash(path, expected_sha256, REPAIR)
-    header, shard = read_headed(path, METADATA_KEY, BlockHeader, REPAIR)
-    return BlockFile(header, load_tensors(shard, REPAIR, check_numbers=True))
+    """As `stack_file.read_file`."""
+    return read_file(path, BlockHeader, expected_sha256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import pwd
 import shutil
@@ -196,6 +197,30 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
         written = os.pwrite(descriptor, data[: 1 << 30], offset)
         data, offset = data[written:], offset + written
+
+
+def write_new(path: Path, data: bytes, mode: int = 0o666) -> str:
+    """Write a new file, synced; returns its SHA-256. Raises: OSError, for callers to name the file
+    that somebody asked for: `path` is a temporary one.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        write_all(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return hashlib.sha256(data).hexdigest()
+
+
+def append_line(descriptor: int, line: bytes, path: Path) -> None:
+    """Add a line, its end included, to the log `path`, open for reading and appending, in one
+    write; what a dead writer left of a line stays a line of its own. Raises: OSError.
+    """
+    nbytes = os.fstat(descriptor).st_size
+    torn = nbytes > 0 and os.pread(descriptor, 1, nbytes - 1) != b"\n"
+    data = b"\n" * torn + line
+    if os.write(descriptor, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def sync_directory(path: Path) -> None:

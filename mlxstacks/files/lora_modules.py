@@ -77,6 +77,12 @@ class LoraModule:
     def parameters(self) -> int:
         return int(self.lora_a.size + self.lora_b.size)
 
+    @property
+    def delta_shape(self) -> tuple[int, ...]:
+        """(N, K), with experts (E, N, K); of an embedding (K, V)."""
+        a, b = self.lora_a.shape, self.lora_b.shape
+        return (*b[:2], a[2]) if self.is_switch else (b[1], a[0])
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -299,14 +305,6 @@ def delta_norm(module: LoraModule) -> float:
         return abs(module.scale) * float(np.linalg.norm(left @ right))
     grams = (left.swapaxes(-1, -2) @ left) * (right @ right.swapaxes(-1, -2))  # (E, R, R)
     return abs(module.scale) * max(float(np.sum(grams)), 0.0) ** 0.5
-
-
-def delta_weights(module: LoraModule) -> int:
-    """Number of weights that the delta covers."""
-    if module.is_switch:
-        experts, output_dims, _ = module.lora_b.shape
-        return int(experts * output_dims * module.lora_a.shape[2])
-    return int(module.lora_a.shape[0] * module.lora_b.shape[1])
 
 
 def outside_config(adapter: Adapter) -> list[str]:

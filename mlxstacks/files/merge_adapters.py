@@ -75,7 +75,7 @@ def merge_adapters(
             for adapter, weight in zip(adapters, weights, strict=True)
             if path in adapter.modules
         ]
-        if len(shapes := {_shape(module) for module, _ in pairs}) > 1:
+        if len(shapes := {module.delta_shape for module, _ in pairs}) > 1:
             problems.append(f"{path}: weights of shapes {sorted(map(list, shapes))}")
             continue
         ranks = tuple(module.rank for module, _ in pairs)
@@ -100,13 +100,6 @@ def merge_adapters(
     named = base if isinstance(base, str) else None
     config = mlx_config(merged, named, first.base_fingerprint)
     return Adapter(first.directory, config, merged, {}), rows
-
-
-def _shape(module: LoraModule) -> tuple[int, ...]:
-    """Of the delta: (N, K), with experts (E, N, K)."""
-    if module.is_switch:
-        return (*module.lora_b.shape[:2], module.lora_a.shape[2])
-    return module.lora_b.shape[1], module.lora_a.shape[0]
 
 
 def _concatenated(pairs: Sequence[tuple[LoraModule, float]]) -> LoraModule:

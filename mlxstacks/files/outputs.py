@@ -46,7 +46,7 @@ from mlxstacks.files.disk import (
     sync_tree,
     target_errors,
     user_path,
-    write_all,
+    write_new,
 )
 from mlxstacks.resources import NAMES, resource_dir
 
@@ -459,17 +459,10 @@ def write_json(
 def write_file(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file atomically, as `write_json`. Raises: TargetError."""
     path = Path(path)
-    data = memoryview(content)
     temporary = _sibling(path, f"tmp-{os.getpid()}")
     try:
-        with target_errors(path, data.nbytes):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(temporary, flags, mode)
-            try:
-                write_all(descriptor, data, 0)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with target_errors(path, len(content)):
+            write_new(temporary, content, mode)
             os.replace(temporary, path)
             sync_directory(path.parent)
     finally:

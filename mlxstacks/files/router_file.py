@@ -34,11 +34,10 @@ from mlxstacks.files.manifest import DomainName, Fingerprint, Manifest, Sha256
 from mlxstacks.files.stack_file import (
     Dim,
     FileHeader,
+    HeadedFile,
     Text,
-    check_hash,
-    load_tensors,
-    read_headed,
-    write_headed,
+    read_file,
+    write_file,
 )
 from mlxstacks.files.strict_json import STRICT, JsonObject
 
@@ -94,6 +93,8 @@ class RouterHeader(FileHeader):
     """
 
     KIND: ClassVar[str] = "router"
+    KEY: ClassVar[str] = METADATA_KEY
+    REPAIR: ClassVar[str] = REPAIR
 
     domains: Annotated[tuple[DomainName, ...], Field(min_length=1, max_length=1024)]
     stacks: dict[DomainName, tuple[Sha256, ...]]
@@ -145,12 +146,8 @@ class RouterHeader(FileHeader):
         return {name: ("F32", shape) for name, shape in sorted(shapes.items())}
 
 
-@dataclass(frozen=True, eq=False)
-class RouterFile:
-    """A router that was read. tensors: name -> float32 array, shapes in the module docstring."""
-
-    header: RouterHeader
-    tensors: dict[str, mx.array]
+# tensors: shapes in the module docstring.
+RouterFile = HeadedFile[RouterHeader]
 
 
 def router_shapes(
@@ -184,27 +181,13 @@ def gap_shapes(number: int, part: GapPart, input_dims: int) -> dict[str, tuple[i
 
 
 def write_router(path: str | Path, tensors: Mapping[str, mx.array], header: RouterHeader) -> str:
-    """Write a new file, synced to disk; returns its SHA-256 (hex).
-
-    Law: `read_router` gives the same header and arrays, bit for bit; equal calls write equal bytes.
-
-    Raises: ValueError listing what the header contradicts in itself, and tensors that are missing,
-        unexpected, not float32, of another shape, or not finite. TargetError: the file exists, the
-        disk is full or read-only. Nothing is left then.
-    """
-    return write_headed(Path(path), tensors, header, METADATA_KEY, "the router")
+    """As `stack_file.write_file`."""
+    return write_file(path, tensors, header, "the router")
 
 
 def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterFile:
-    """A router with its arrays in memory.
-
-    expected_sha256: what the file's bytes must hash to, where known.
-    Raises: StoreError naming the file: missing, truncated, changed, no router, NaN or Inf.
-    """
-    path = Path(path)
-    check_hash(path, expected_sha256, REPAIR)
-    header, shard = read_headed(path, METADATA_KEY, RouterHeader, REPAIR)
-    return RouterFile(header, load_tensors(shard, REPAIR, check_numbers=True))
+    """As `stack_file.read_file`."""
+    return read_file(path, RouterHeader, expected_sha256)
 
 
 class HasManifest(Protocol):

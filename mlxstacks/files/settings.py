@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, output_path
 
 ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
 
@@ -88,18 +88,14 @@ class AdapterShowSettings(_AdapterSettings):
 class AdapterZeroSettings(_AdapterSettings):
     """The zero-delta copy of an adapter: same format, names, dtypes and shapes, all zero."""
 
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/adapter-zero."
-    )
+    save_path: str | None = output_path("adapter-zero")
     force: bool = Field(False, description="Replace an existing save path.")
 
 
 class AdapterConvertSettings(_AdapterSettings):
     """An adapter in another format, with the same delta."""
 
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/adapter-convert."
-    )
+    save_path: str | None = output_path("adapter-convert")
     to: AdapterFormat = Field(
         "peft", description="Output format: mlx (mlx-lm), peft, or gguf (llama.cpp: adapter.gguf)."
     )
@@ -141,9 +137,7 @@ class AdapterMergeSettings(Settings):
         description="One or more adapter directories to merge (mlx-lm or PEFT). Default: nano's "
         "sample adapter.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/adapter-merge."
-    )
+    save_path: str | None = output_path("adapter-merge")
     method: Literal["concat", "svd", "ties", "dare"] = Field(
         "concat",
         description="Merge method. concat: exact sum; ranks add up. svd: best approximation at a "
@@ -266,9 +260,7 @@ class StacksExportSettings(_StoreSettings):
         description="Stack to export: its name, or a domain with one stack. With --to store: a "
         "domain; default: all of them, and the router.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/stacks-export."
-    )
+    save_path: str | None = output_path("stacks-export")
     to: Literal["mlx", "peft", "store"] = Field(
         "mlx", description="Output format: mlx (mlx-lm), peft, or store."
     )
@@ -330,9 +322,7 @@ class StacksAnalyseSettings(Settings):
     """What the frozen stacks of a store do: routing, directions, spectra, losses, plots."""
 
     store_path: str | None = Field(None, description="Store directory, read only.")
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/stacks-analyse."
-    )
+    save_path: str | None = output_path("stacks-analyse")
     model: str | None = Field(
         None,
         description="Model directory or Hugging Face id of the base. Default: the store's base.",

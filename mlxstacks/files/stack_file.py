@@ -21,7 +21,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -42,7 +42,12 @@ Plan = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class FileHeader(VersionedRecord):
-    """A header that names every tensor of its file."""
+    """A header that names every tensor of its file. KEY: of the file's metadata, under which it is
+    JSON. REPAIR: see above.
+    """
+
+    KEY: ClassVar[str]
+    REPAIR: ClassVar[str]
 
     @abstractmethod
     def tensors(self) -> Plan:
@@ -50,6 +55,15 @@ class FileHeader(VersionedRecord):
 
 
 Header = TypeVar("Header", bound=FileHeader)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadedFile(Generic[Header]):
+    """A file that was read. tensors: name -> array."""
+
+    header: Header
+    tensors: dict[str, mx.array]
+
 
 _MLX = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 _INFINITY = {mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.float32: 0x7F80_0000}
@@ -71,12 +85,11 @@ def write_tensors(
             path.unlink(missing_ok=True)
 
 
-def read_headed(
-    path: Path, key: str, header_type: type[Header], repair: str
-) -> tuple[Header, ShardHeader]:
-    """The JSON header under a metadata key, which names every tensor of the file, and the file's
-    own header; reads no tensor. Raises: StoreError naming the file.
+def read_headed(path: Path, header_type: type[Header]) -> tuple[Header, ShardHeader]:
+    """The header that names every tensor of the file, and the file's own; reads no tensor. Raises:
+    StoreError naming the file.
     """
+    key, repair = header_type.KEY, header_type.REPAIR
     shard = open_shard(path, repair)
     text = shard.metadata.get(key)
     if text is None:
@@ -90,20 +103,35 @@ def read_headed(
     return header, shard
 
 
-def write_headed(
-    path: Path, tensors: Mapping[str, mx.array], header: FileHeader, key: str, what: str
-) -> str:
-    """Write a new file that `read_headed` reads; returns its SHA-256 (hex).
+def read_file(
+    path: str | Path, header_type: type[Header], expected_sha256: str | None = None
+) -> HeadedFile[Header]:
+    """A file of this kind, with its arrays in memory.
 
+    expected_sha256: what the file's bytes must hash to, where known.
+    Raises: StoreError naming the file: missing, truncated, changed, of another kind, NaN or Inf.
+    """
+    path, repair = Path(path), header_type.REPAIR
+    check_hash(path, expected_sha256, repair)
+    header, shard = read_headed(path, header_type)
+    return HeadedFile(header, load_tensors(shard, repair, check_numbers=True))
+
+
+def write_file(
+    path: str | Path, tensors: Mapping[str, mx.array], header: FileHeader, what: str
+) -> str:
+    """Write a new file that `read_file` reads, synced to disk; returns its SHA-256 (hex).
+
+    Law: `read_file` gives the same header and arrays, bit for bit; equal calls write equal bytes.
     Raises: ValueError listing what the header contradicts in itself, and tensors that are missing,
         unexpected, of another dtype or shape than it says, or not finite. TargetError: the file
         exists, the disk is full or read-only. Nothing is left then.
     """
-    value = header.as_json()
+    path, value = Path(path), header.as_json()
     type(header).from_json(value)
     if problems := differences(header.tensors(), plan_of(tensors)) or non_finite(tensors):
         raise ValueError("\n  ".join([f"{what} cannot be written:", *problems[:20]]))
-    write_tensors(path, header.tensors(), tensors, {key: compact(value).decode()})
+    write_tensors(path, header.tensors(), tensors, {header.KEY: compact(value).decode()})
     return hash_file(path, "write it again")
 
 
@@ -259,6 +287,10 @@ class ProjectionShape:
             yield "a latent stack has no form per_expert"
 
 
+METADATA_KEY = "mlxstacks"
+REPAIR = "restore this file from a copy, or remove its domain with `mlxstacks stacks remove`"
+
+
 @dataclass(frozen=True)
 class StackHeader(FileHeader):
     """What a stack is. data_sha256: source -> hash of the data it was trained on.
@@ -267,6 +299,8 @@ class StackHeader(FileHeader):
     """
 
     KIND: ClassVar[str] = "stack"
+    KEY: ClassVar[str] = METADATA_KEY
+    REPAIR: ClassVar[str] = REPAIR
 
     name: StackName
     domain: DomainName
@@ -301,8 +335,8 @@ class StackHeader(FileHeader):
         return dict(sorted(named.items()))
 
 
-METADATA_KEY = "mlxstacks"
-REPAIR = "restore this file from a copy, or remove its domain with `mlxstacks stacks remove`"
+# tensors: shapes in the module docstring.
+StackFile = HeadedFile[StackHeader]
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,24 +347,9 @@ class StackIndex:
     shard: ShardHeader
 
 
-@dataclass(frozen=True, eq=False)
-class StackFile:
-    """A stack that was read. tensors: name -> array, shapes in the module docstring."""
-
-    header: StackHeader
-    tensors: dict[str, mx.array]
-
-
 def write_stack(path: str | Path, tensors: Mapping[str, mx.array], header: StackHeader) -> str:
-    """Write a new file, synced to disk; returns its SHA-256 (hex).
-
-    Law: `read_stack` gives the same header and arrays, bit for bit; equal calls write equal bytes.
-
-    Raises: ValueError listing tensors that are missing, unexpected, of another dtype or shape than
-        the header says, or not finite. TargetError: the file exists, the disk is full or
-        read-only. Nothing is left then.
-    """
-    return write_headed(Path(path), tensors, header, METADATA_KEY, f"stack {header.name}")
+    """As `write_file`."""
+    return write_file(path, tensors, header, f"stack {header.name}")
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, mx.array]) -> str:
@@ -354,26 +373,18 @@ def read_stack_index(path: str | Path) -> StackIndex:
 
     Raises: StoreError naming the file and what is wrong.
     """
-    return StackIndex(*read_headed(Path(path), METADATA_KEY, StackHeader, REPAIR))
+    return StackIndex(*read_headed(Path(path), StackHeader))
 
 
 def read_stack(
     path: str | Path, expected_sha256: str | None = None, *, known: StackIndex | None = None
 ) -> StackFile:
-    """A stack with its arrays in memory.
-
-    expected_sha256: what the file's bytes must hash to, where known.
-    known: of this very file, where it was hashed before and has not changed since; what it holds
-        is not checked again then.
-
-    Raises: StoreError naming the file: missing, truncated, changed, not a stack, NaN or Inf.
+    """As `read_file`. known: of this very file, where it was hashed before and has not changed
+    since; what it holds is not checked again then.
     """
-    path = Path(path)
     if known is not None:
         return StackFile(known.header, load_tensors(known.shard, REPAIR, check_numbers=False))
-    check_hash(path, expected_sha256, REPAIR)
-    index = read_stack_index(path)
-    return StackFile(index.header, load_tensors(index.shard, REPAIR, check_numbers=True))
+    return read_file(path, StackHeader, expected_sha256)
 
 
 def read_arrays(path: str | Path, expected_sha256: str | None = None) -> dict[str, mx.array]:

@@ -39,7 +39,7 @@ from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, OtherBaseError, StoreError
 from mlxstacks.files.block_file import BlockFile, BlockHeader, read_block, write_block
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, read_json_object
-from mlxstacks.files.disk import target_errors, user_path
+from mlxstacks.files.disk import target_errors, user_path, write_new
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
 from mlxstacks.files.manifest import (
     DomainRecord,
@@ -74,12 +74,11 @@ from mlxstacks.files.store_files import (
     MANIFEST,
     PREVIOUS,
     add_content,
-    append_line,
     file_of,
+    log_line,
     own_entries,
     read_checked,
     read_manifest,
-    write_new,
     writers_lock,
 )
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
@@ -252,7 +251,7 @@ class Store:
     def log(self, event: str, **details: Any) -> None:
         """Add a line to log.jsonl. details: JSON values. Raises: TargetError."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        append_line(self.path / LOG, json.dumps({"time": now, "event": event, **details}))
+        log_line(self.path / LOG, json.dumps({"time": now, "event": event, **details}))
 
 
 class Change:

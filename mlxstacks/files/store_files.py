@@ -6,7 +6,6 @@ temporary name, synced and renamed, and never changed afterwards, so a reader of
 a reader of the new one both find what theirs names.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 import filelock
 
 from mlxstacks.errors import CheckpointError, InputError, StoreError
-from mlxstacks.files.disk import require_space, sync_directory, target_errors, write_all
+from mlxstacks.files.disk import append_line, require_space, sync_directory, target_errors
 from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, parse_manifest
 from mlxstacks.files.outputs import STORE_LOCK, refuse_built_in
 from mlxstacks.files.router_file import REPAIR as ROUTER_REPAIR
@@ -115,35 +114,15 @@ def add_content(
     return FileRecord(f"{folder}/{name}", sha256, nbytes)
 
 
-def write_new(path: Path, data: bytes) -> str:
-    """Write a new file, synced; returns its SHA-256. Raises: OSError, for callers to name the file
-    that somebody asked for: `path` is a temporary one.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_all(descriptor, memoryview(data), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return hashlib.sha256(data).hexdigest()
-
-
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, in one write; what a dead writer left of a line stays a line.
-
-    Raises: TargetError; StoreError where it is a link.
-    """
+def log_line(path: Path, line: str) -> None:
+    """`append_line`, to a file that may not be there. Raises: TargetError; StoreError: a link."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     if path.is_symlink():
         raise StoreError(f"{path}: is a link; a store holds its own files")
     with target_errors(path):
         descriptor = os.open(path, flags, 0o666)
         try:
-            nbytes = os.fstat(descriptor).st_size
-            broken = nbytes > 0 and os.pread(descriptor, 1, nbytes - 1) != b"\n"
-            data = f"{chr(10) * broken}{line}\n".encode()
-            if os.write(descriptor, data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            append_line(descriptor, f"{line}\n".encode(), path)
         finally:
             os.close(descriptor)
 

@@ -1,11 +1,11 @@
 """A model and its training step from a config alone. Weights are named, never made."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,9 @@ from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import Loss, Step, batch_for, micro_batch_for, mlx_lm_loss
 from mlxstacks.layers import gates
 from mlxstacks.layers.adapted import adapted_layers
-from mlxstacks.layers.attach import attach_lora
+from mlxstacks.layers.attach import add_active, attach_lora, attach_stacks
+from mlxstacks.layers.freezing import shape_of
+from mlxstacks.layers.latent import LatentPair, input_group
 from mlxstacks.layers.merge_ready import (
     GridLoRALinear,
     GridLoRASwitchLinear,
@@ -29,7 +31,10 @@ from mlxstacks.layers.merge_ready import (
     stored_grids,
 )
 from mlxstacks.layers.output_head import find_output_head
-from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
+from mlxstacks.layers.packed import FrozenStack, Segment, lazy_segment
+from mlxstacks.layers.selection import StackId
+from mlxstacks.layers.settings import LoRASettings, StackSettings, TargetSettings, parse_layers
+from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.layers.targets import Target, check_targets, find_targets
 from mlxstacks.ops import gated_delta
 from mlxstacks.regular_files import check_hub_reference
@@ -39,18 +44,6 @@ from mlxstacks.training.loop import new_state
 from mlxstacks.training.modes import set_training_modes
 from mlxstacks.training.settings import OptimizerSettings
 from mlxstacks.training.step import MicroBatch, cross_entropy_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-from collections.abc import Iterator, Sequence
-
-from mlxstacks.layers.attach import add_active, attach_stacks
-from mlxstacks.layers.freezing import shape_of
-from mlxstacks.layers.latent import LatentPair, input_group
-from mlxstacks.layers.packed import FrozenStack, Segment, lazy_segment
-from mlxstacks.layers.selection import StackId
-from mlxstacks.layers.settings import StackSettings
-from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 
 OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
     "adam": lambda: optim.Adam(1e-5),
@@ -137,7 +130,7 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
 
 
 @contextmanager
-def config_errors(config: dict[str, Any]) -> "Iterator[None]":
+def config_errors(config: dict[str, Any]) -> Iterator[None]:
     """Raises: CheckpointError for what mlx-lm's class raises over a config that it cannot use."""
     try:
         yield
@@ -236,7 +229,7 @@ def adapted_model(
     return model, (*held, *_grid_arrays(model))
 
 
-def _grid_arrays(model: nn.Module) -> "Iterator[mx.array]":
+def _grid_arrays(model: nn.Module) -> Iterator[mx.array]:
     """What layers of `merge_ready grid` hold of the stored base; not made either."""
     for _, layer in adapted_layers(model):
         if isinstance(layer, GridLoRALinear | GridLoRASwitchLinear):
@@ -296,7 +289,7 @@ def recurrence(settings: GuardSettings) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def mlx_checkpointed(model: nn.Module) -> "Iterator[None]":
+def mlx_checkpointed(model: nn.Module) -> Iterator[None]:
     """Layers under `mx.checkpoint` as mlx-lm's trainer has them, for the length of a block."""
     layers = list(model.layers)
     before = [type(layer) for layer in layers]

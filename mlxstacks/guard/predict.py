@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +16,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
-from mlxstacks.guard.cache_bytes import STEP, CacheBytes
+from mlxstacks import base_model
+from mlxstacks.guard.cache_bytes import CacheBytes
 from mlxstacks.guard.graph import evaluation_order, export_graph
 from mlxstacks.guard.live import Peak, simulate
 from mlxstacks.guard.step import (
@@ -314,46 +314,6 @@ class DecodePrediction:
         return max(0, buffers - self.first_buffers) // self.leaked_per_token
 
 
-class _KeyValueCache:
-    """Keys and values of one attention layer, written into a buffer with room for more: what
-    mlx-lm's KVCache does, and with `batch` its BatchKVCache, which knows each row's padding.
-    """
-
-    def __init__(self, batch: int | None) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self.used = 0
-        zeros = None if batch is None else [0] * batch
-        self.left_padding = None if zeros is None else mx.array(zeros)
-        self.offset: int | mx.array = 0 if zeros is None else mx.array(zeros)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """keys, values: (B, heads, T, D), joined to what is there along T."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = _room_for(keys), _room_for(values)
-        start, self.used = self.used, self.used + keys.shape[2]
-        self.offset = self.offset + keys.shape[2]
-        self.keys[..., start : self.used, :] = keys
-        self.values[..., start : self.used, :] = values
-        return self.keys[..., : self.used, :], self.values[..., : self.used, :]
-
-    def make_mask(self, count: int, **_: Any) -> mx.array | str | None:
-        """For `count` new tokens: (B, 1, count, all tokens), or a word, or nothing."""
-        if self.left_padding is None:
-            return None if count == 1 else "causal"
-        past = mx.arange(self.used + count)[None]
-        new = mx.arange(self.used, self.used + count)[:, None]
-        return (new >= past) & (mx.expand_dims(self.left_padding, (1, 2, 3)) <= past)
-
-    @property
-    def state(self) -> list[mx.array | int | None]:
-        return [self.keys, self.values, self.offset, self.left_padding]
-
-
-def _room_for(rows: mx.array) -> mx.array:
-    return mx.zeros((*rows.shape[:2], STEP, rows.shape[3]), rows.dtype)
-
-
 def predict_decode(
     model: nn.Module, tokens: int, batch: int, batched: bool, held: Sequence[mx.array] = ()
 ) -> DecodePrediction:
@@ -395,15 +355,9 @@ def _one_step(
     the second is taken: what the first left in flight is there. Drawing ends each step before the
     next, so its peak is that of one.
     """
-    caches: list[Any] = [None] * len(getattr(model, "layers", []))
-    if hasattr(model, "make_cache"):
-        caches = list(model.make_cache())
-    rows = batch if batched else None
-    if batched or not hasattr(model, "make_cache"):
-        caches = [
-            _KeyValueCache(rows) if c is None or type(c).__name__ == "KVCache" else c
-            for c in caches
-        ]
+    caches = base_model.make_prompt_cache(model)
+    if batched:  # in which each row has padding of its own
+        caches = [c.merge([c] * batch) if type(c).__name__ == "KVCache" else c for c in caches]
     token = mx.argmax(model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)[:, -1], -1)
     kept = [*(a for _, a in tree_flatten(model.parameters())), *also_held]
 

@@ -11,6 +11,7 @@ An option that both have under one name stands in no table. `_` and `-` are one.
 """
 
 from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 # Setting -> the letter of its option, on every command that has the setting.
 LETTERS: Mapping[str, str] = {"model": "-m", "prompt": "-p"}
@@ -77,66 +78,53 @@ SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 _UPLOAD = "`mlxstacks push DIRECTORY OWNER/NAME` uploads what is written"
-_XTC = "XTC is not offered; --min-p, --top-p and --top-k narrow the draw"
 _KV = "the cache keeps the model's own dtype; leave it out"
 _DRAFT = "speculative decoding is not offered; answers are decoded token by token"
 _TEMPLATE = (
     "the chat template is the model's own, and --thinking its only switch; without a template the "
     "text goes in as it is"
 )
-_GREEDY = "answers are greedy, so that a run repeats to the letter"
-_TEST = "`mlxstacks eval` measures a trained adapter; `train` reports validation losses"
+_PREFILL = "prompts are read 512 tokens at a time; leave it out"
 _RECIPE = (
     "--recipe FILE reads settings: the first line is `command:` and the command, then one setting "
     "a line, not indented, named like these options with underscores, as in `batch_size: 4`"
 )
-_RESULTS = "result.json in the save path holds all figures, and `mlxstacks report` draws them"
-_SHOTS = "each task brings its own examples; for another number give a task file with --task-files"
-_ANSWERS = "each answer is in answers/ of the save path, always; leave it out"
-_LAST = "batches are as large as --batch-size says; leave it out"
-_ITS_OWN = "a run keeps and checks its own answers; --no-resume begins again"
-_GGUF = "GGUF is not written; `mlx_lm.fuse --export-gguf` does, for llama and mistral models"
-_GPU = "all layers run on MLX's default device; leave it out"
-_CONTEXT = "the context is the model's own; --max-tokens limits an answer"
-_ONE_PROMPT = (
-    "prompts are typed, or come a line each from standard input; `mlxstacks generate` answers one "
-    "and takes the same options, but --reroute"
-)
-
-_QUANTIZED = (
-    "a model is quantized once, on disk: `mlxstacks convert MODEL --bits 4 --save-path DIR`, and "
-    "--model DIR"
-)
 _STACK = "the shape of a stack is nested: --set stack.{}"
-_BASE = "--base says which numbers the frozen base computes with"
 _BATCHES = "which counts batches, not optimizer steps"
-
 _ROWS = (
     "both parts in one: a directory with train.jsonl and valid.jsonl, in Python "
     "{'train': rows, 'valid': rows}"
 )
-_OTHER_ROWS = (
-    "--valid", "--validation", "--valid-data", "--val-data", "--eval-data", "--eval-dataset",
-    "--validation-data", "--train-dataset", "--train-data",
-)  # fmt: skip
+
+_Words = TypeVar("_Words")
+
+
+def _each(table: Mapping[str | tuple[str, ...], _Words]) -> dict[str, _Words]:
+    """One entry for each option; in the table several options may stand before their words."""
+    return {
+        option: words
+        for options, words in table.items()
+        for option in ([options] if isinstance(options, str) else options)
+    }
+
 
 # Option -> the setting that comes nearest, and how it differs; for commands that have the setting.
-NEAREST: Mapping[str, tuple[str, str]] = {
+NEAREST: Mapping[str, tuple[str, str]] = _each({
     "--de-quantize": ("requant", "as --requant dequantize"),
-    "--tokens": ("max_tokens", ""),
-    "--num-tokens": ("max_tokens", ""),
-    "--n-predict": ("max_tokens", ""),
-    "-n": ("max_tokens", ""),
+    ("--tokens", "--num-tokens", "--n-predict", "-n"): ("max_tokens", ""),
     "--lora": ("adapter_path", "an MLX or PEFT directory; GGUF is not read"),
     "--wandb": ("log_to", "as --log-to wandb"),
     "--lora-layers": ("num_layers", ""),
     "--max-length": ("max_seq_length", ""),
     "--lora-alpha": ("scale", "which is lora_alpha / r, not lora_alpha"),
-    "--num-epochs": ("iters", "which counts batches; without it the data is seen once"),
-    "--num-train-epochs": ("iters", "which counts batches; without it the data is seen once"),
-    "--epochs": ("iters", "which counts batches; without it the data is seen once"),
+    ("--num-epochs", "--num-train-epochs", "--epochs"): (
+        "iters", "which counts batches; without it the data is seen once"
+    ),
     "--max-steps": ("iters", f"{_BATCHES}: max_steps x --grad-accumulation-steps"),
-    **dict.fromkeys(_OTHER_ROWS, ("data", _ROWS)),
+    (
+        "--valid", "--validation", "--valid-data", "--val-data", "--eval-data", "--eval-dataset",
+        "--validation-data", "--train-dataset", "--train-data",
+    ): ("data", _ROWS),
     "--logging-steps": ("steps_per_report", _BATCHES),
     "--eval-steps": ("steps_per_eval", _BATCHES),
     "--save-steps": ("save_every", _BATCHES),
@@ -145,35 +133,29 @@ NEAREST: Mapping[str, tuple[str, str]] = {
     "--stacks": ("store_path", ""),
     "--file": ("prompts", "a JSONL file"),
     "--samples": ("limit", "the number of items; they are not named one by one"),
-}
+})  # fmt: skip
 
 # Commands that answer the options of another entry of REFUSED too.
 _ALSO_ANSWERS = {"chat": ("generate", "decoding"), "generate": ("decoding",),
                  "serve": ("decoding",), "train": ("training",), "align": ("training",),
                  "stack": ("training",)}  # fmt: skip
 
-_DEQUANTIZE = (
-    "--requant dequantize leaves the modules that the adapter changes without quantization; for "
-    "the whole model, `mlx_lm.convert --dequantize` the result"
-)
-_A_REQUEST = "each request gives its own; one without a temperature is answered greedily"
 # Command, or "" for all -> option -> what to do instead.
 REFUSED: Mapping[str, Mapping[str, str]] = {
-    "": {
+    "": _each({
         "--trust-remote-code": "code of a model is never run; convert it to a class of mlx-lm",
-        "--upload-repo": _UPLOAD,
-        "--push-to-hub": _UPLOAD,
-        "--load-in-4bit": _QUANTIZED,
-        "--load-in-8bit": _QUANTIZED,
+        ("--upload-repo", "--push-to-hub"): _UPLOAD,
+        ("--load-in-4bit", "--load-in-8bit"): "a model is quantized once, on disk: `mlxstacks "
+        "convert MODEL --bits 4 --save-path DIR`, and --model DIR",
         "--device": "MLX's default device is used; `mlxstacks doctor` shows it",
-    },
-    "decoding": {
-        **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), _GPU),
-        **dict.fromkeys(("-c", "--ctx-size"), _CONTEXT),
-    },
-    "training": {
-        "--bf16": _BASE,
-        "--fp16": _BASE,
+    }),
+    "decoding": _each({
+        ("-ngl", "--gpu-layers", "--n-gpu-layers"): "all layers run on MLX's default device; "
+        "leave it out",
+        ("-c", "--ctx-size"): "the context is the model's own; --max-tokens limits an answer",
+    }),
+    "training": _each({
+        ("--bf16", "--fp16"): "--base says which numbers the frozen base computes with",
         "--optim": "AdamW alone is used; --weight-decay sets its decay",
         "--use-rslora": "--scale is the factor itself: lora_alpha / sqrt(r) for rsLoRA; stacks use "
         "that rule (stack.scale_rule)",
@@ -181,127 +163,108 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--lora-parameters": "rank, scale, dropout and keys stand beside the other settings",
         "--full-finetuning": "LoRA alone is trained; full fine-tuning is mlx_lm.lora's",
         "--resume-from-checkpoint": "a run resumes from its own last state, unless --no-resume",
-    },
-    "stack": {
-        **dict.fromkeys(
-            ("-r", "--r", "--rank", "--lora-r", "--lora-rank"), _STACK.format("rank=8")
-        ),
+    }),
+    "stack": _each({
+        ("-r", "--r", "--rank", "--lora-r", "--lora-rank"): _STACK.format("rank=8"),
         "--lora-alpha": _STACK.format("alpha=16"),
         "--lora-dropout": _STACK.format("dropout=0.1"),
-    },
-    "generate": {
+    }),
+    "generate": _each({
         "-m": "-m is --model here, as everywhere; --max-tokens sets the length of an answer",
         "--extra-eos-token": "end marks are the model's own; add yours to `eos_token_id` in its "
         "generation_config.json",
         "--image": "images are not read, only text; mlx-vlm reads them",
         "--prefill-response": "an answer begins where the template says; put the beginning into "
         "the prompt",
-        "--xtc-probability": _XTC,
-        "--xtc-threshold": _XTC,
+        ("--xtc-probability", "--xtc-threshold"): "XTC is not offered; --min-p, --top-p and "
+        "--top-k narrow the draw",
         "--min-tokens-to-keep": "--min-p always keeps the likeliest token; leave it out",
-        "--ignore-chat-template": _TEMPLATE,
-        "--use-default-chat-template": _TEMPLATE,
-        "--chat-template-config": _TEMPLATE,
+        ("--ignore-chat-template", "--use-default-chat-template", "--chat-template-config"):
+            _TEMPLATE,
         "--max-kv-size": "a cache that forgets is not offered: an answer is refused or cut off "
         "where the model's context is full; --max-tokens limits it",
-        "--prefill-step-size": "prompts are read 512 tokens at a time; leave it out",
+        "--prefill-step-size": _PREFILL,
         "--prompt-cache-file": "a chat keeps its cache while it runs; none is kept on disk",
-        "--quantize-activations": "activations keep their dtype; --base says in which",
-        "-q": "activations keep their dtype; --base says in which",
-        "--kv-bits": _KV,
-        "--kv-group-size": _KV,
-        "--quantized-kv-start": _KV,
-        "--draft-model": _DRAFT,
-        "--num-draft-tokens": _DRAFT,
+        ("--quantize-activations", "-q"): "activations keep their dtype; --base says in which",
+        ("--kv-bits", "--kv-group-size", "--quantized-kv-start"): _KV,
+        ("--draft-model", "--num-draft-tokens"): _DRAFT,
         "--verbose": "the answer goes to standard output and what is said about it to standard "
         "error, so `2>/dev/null` leaves the answer alone; --verbose takes no value",
-    },
-    "chat": {
+    }),
+    "chat": _each({
         "--pipeline": "one machine answers; mlx_lm.chat spreads a model over several",
-        "--prompt": _ONE_PROMPT,
-        "-p": _ONE_PROMPT,
-    },
-    "serve": {
-        **dict.fromkeys(("--temp", "--top-p", "--top-k", "--min-p"), _A_REQUEST),
-        **dict.fromkeys(("--prompt-cache-size", "--prompt-cache-bytes"), "--budget bounds it"),
-        **dict.fromkeys(("--kv-bits", "--kv-group-size", "--quantized-kv-start"), _KV),
-        **dict.fromkeys(("--draft-model", "--num-draft-tokens"), _DRAFT),
-        **dict.fromkeys(("--chat-template", "--use-default-chat-template"), _TEMPLATE),
+        ("--prompt", "-p"): "prompts are typed, or come a line each from standard input; "
+        "`mlxstacks generate` answers one and takes the same options, but --reroute",
+    }),
+    "serve": _each({
+        ("--temp", "--top-p", "--top-k", "--min-p"): "each request gives its own; one without a "
+        "temperature is answered greedily",
+        ("--prompt-cache-size", "--prompt-cache-bytes"): "--budget bounds it",
+        ("--kv-bits", "--kv-group-size", "--quantized-kv-start"): _KV,
+        ("--draft-model", "--num-draft-tokens"): _DRAFT,
+        ("--chat-template", "--use-default-chat-template"): _TEMPLATE,
         "--chat-template-args": "--thinking on or off is what templates are told",
         "--allowed-origins": "pages of other sites may not use the server",
         "--log-level": "a line a request goes to stderr, without its prompt",
         "--prompt-concurrency": "prompts of up to 8 requests are read together; leave it out",
-        "--prefill-step-size": "prompts are read 512 tokens at a time; leave it out",
+        "--prefill-step-size": _PREFILL,
         "--pipeline": "one machine answers; mlx_lm.server spreads a model over several",
-    },
+    }),
     "identity": {"--data": "--persona-data gives the persona's rows, --items the items"},
-    "fuse": {
-        "--export-gguf": _GGUF,
-        "--gguf-path": _GGUF,
-        "--dequantize": _DEQUANTIZE,
-    },
+    "fuse": _each({
+        ("--export-gguf", "--gguf-path"): "GGUF is not written; `mlx_lm.fuse --export-gguf` does, "
+        "for llama and mistral models",
+        "--dequantize": "--requant dequantize leaves the modules that the adapter changes without "
+        "quantization; for the whole model, `mlx_lm.convert --dequantize` the result",
+    }),
     "guard": {
         "--num-layers": "--layers names them: the last 16 of 40 layers are --layers 24-39",
     },
-    "train": {
+    "train": _each({
         "--train": "`train` always trains; leave it out",
         "--fine-tune-type": "LoRA alone is trained; leave it out for that, DoRA and full "
         "fine-tuning are mlx_lm.lora's",
         "--optimizer": "AdamW alone is used; --weight-decay 0, the default, makes it Adam",
-        "--test": _TEST,
-        "--test-batches": _TEST,
-        "--config": _RECIPE,
-        "-c": _RECIPE,
+        ("--test", "--test-batches"): "`mlxstacks eval` measures a trained adapter; `train` "
+        "reports validation losses",
+        ("--config", "-c"): _RECIPE,
         "--clear-cache-threshold": "the trainer clears the allocator's cache itself; leave it out",
-    },
-    "eval": {
-        "--model-args": "--model takes the directory or the Hugging Face id itself",
-        "-a": "--model takes the directory or the Hugging Face id itself",
-        "-M": "--model takes the directory or the Hugging Face id itself",
-        "--num-fewshot": _SHOTS,
-        "-f": _SHOTS,
-        "--num-shots": _SHOTS,
+    }),
+    "eval": _each({
+        ("--model-args", "-a", "-M"): "--model takes the directory or the Hugging Face id itself",
+        ("--num-fewshot", "-f", "--num-shots"): "each task brings its own examples; for another "
+        "number give a task file with --task-files",
         "--max-tokens": "each task sets the length of its answers; give a task file with "
         "--task-files for another",
         "--fewshot-as-multiturn": "examples stand before the question in one message; leave it out",
         "--apply-chat-template": "--chat all, generate or none says which prompts get it",
         "--no-apply-chat-template": "--chat none does without",
         "--chat-template-args": _TEMPLATE,
-        "--temp": _GREEDY,
-        "--top-p": _GREEDY,
-        "--top-k": _GREEDY,
-        "--gen-kwargs": _GREEDY,
-        "--max-batch-size": _LAST,
-        "--log-samples": _ANSWERS,
-        "-s": _ANSWERS,
-        "--write-out": _ANSWERS,
-        "-w": _ANSWERS,
-        "--use-cache": _ITS_OWN,
-        "-c": _ITS_OWN,
-        "--cache-requests": _ITS_OWN,
+        ("--temp", "--top-p", "--top-k", "--gen-kwargs"): "answers are greedy, so that a run "
+        "repeats to the letter",
+        "--max-batch-size": "batches are as large as --batch-size says; leave it out",
+        ("--log-samples", "-s", "--write-out", "-w"): "each answer is in answers/ of the save "
+        "path, always; leave it out",
+        ("--use-cache", "-c", "--cache-requests"): "a run keeps and checks its own answers; "
+        "--no-resume begins again",
         "--check-integrity": "answers and data are hashed and checked in any case; leave it out",
-        "--predict-only": "answers are graded too; `--regrade RUN` grades those of a run again",
-        "-x": "answers are graded too; `--regrade RUN` grades those of a run again",
+        ("--predict-only", "-x"): "answers are graded too; `--regrade RUN` grades those of a run "
+        "again",
         "-E": "--limit N takes items by their order or stratified (--sample)",
-        "--config": _RECIPE,
-        "-C": _RECIPE,
+        ("--config", "-C"): _RECIPE,
         "--show-config": "--dry-run shows the settings and the plan",
         "--verbosity": "-v says more, -vv all",
         "--metadata": "--task-files reads what tasks need; leave it out",
-        "--wandb-args": _RESULTS,
-        "--wandb-config-args": _RESULTS,
-        "--trackio-args": _RESULTS,
-        "--hf-hub-log-args": _RESULTS,
-    },
-    "convert": {
-        "--quantize": "--bits N alone quantizes",
-        "-q": "--bits N alone quantizes",
+        ("--wandb-args", "--wandb-config-args", "--trackio-args", "--hf-hub-log-args"):
+            "result.json in the save path holds all figures, and `mlxstacks report` draws them",
+    }),
+    "convert": _each({
+        ("--quantize", "-q"): "--bits N alone quantizes",
         "--q-mode": "MLX's affine grid alone is written; `mlx_lm.convert` writes the others",
         "--quant-predicate": "--module-bits PATTERN=N gives modules their own bits",
-        "--dequantize": "`mlx_lm.convert --dequantize` does that",
-        "-d": "`mlx_lm.convert --dequantize` does that",
-    },
-}
+        ("--dequantize", "-d"): "`mlx_lm.convert --dequantize` does that",
+    }),
+}  # fmt: skip
 
 
 # Commands of mlx-lm that have another name here, or none.

@@ -24,8 +24,7 @@ from mlxstacks.data.examples import as_messages
 from mlxstacks.data.json_rows import read_records
 from mlxstacks.data.text_settings import ThinkingMode
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.files.disk import sync_directory, target_errors, user_path
-from mlxstacks.files.store_files import write_new
+from mlxstacks.files.disk import sync_directory, target_errors, user_path, write_new
 from mlxstacks.routing.engine import Answer, AnswerStream, Mode, Progress, RoutedModel
 from mlxstacks.routing.generation import Prompt, Sampling
 from mlxstacks.routing.router import Route

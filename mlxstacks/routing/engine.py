@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -133,9 +133,6 @@ def split_thoughts(text: str, tokenizer: Any, inside: bool) -> tuple[str, str | 
     return answer.lstrip("\n"), thoughts.strip("\n")
 
 
-if TYPE_CHECKING:
-    from mlxstacks.routing.resident import Lease, Resident
-
 Mode = Literal["base", "ungated", "routed"]
 Progress = Callable[[int, int], None]
 
@@ -244,7 +241,7 @@ class RoutedModel:
         return dict(route.weights)
 
     @contextmanager
-    def lease(self, route: Route) -> "Iterator[Lease | PlainLease]":
+    def lease(self, route: Route) -> Iterator[Lease | PlainLease]:
         """Hold the stacks of a route.
 
         Raises: InputError: they are too large for the budget. StoreError: one cannot be read; an
@@ -363,7 +360,7 @@ class AnswerStream:
 
     def _answer(
         self,
-        lease: "Lease | PlainLease",
+        lease: Lease | PlainLease,
         began: float,
         pieces: Sequence[tuple[float, Piece]],
         cached_tokens: int,

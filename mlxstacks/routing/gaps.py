@@ -25,7 +25,6 @@ which the earlier event wins.
 
 import base64
 import binascii
-import errno
 import fcntl
 import json
 import math
@@ -41,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import CheckpointError, InputError, TargetError
-from mlxstacks.files.disk import target_errors, user_path
+from mlxstacks.files.disk import append_line, target_errors, user_path
 from mlxstacks.files.shards import open_regular
 
 MOST_CHARACTERS = 500
@@ -112,9 +111,9 @@ class GapLog:
                     _check_older(older(self.path))
                     os.replace(self.path, older(self.path))
                     with _locked(self.path) as fresh:
-                        _append(fresh, line, self.path)
+                        append_line(fresh, line, self.path)
                 else:
-                    _append(descriptor, line, self.path)
+                    append_line(descriptor, line, self.path)
 
 
 def older(path: Path) -> Path:
@@ -263,15 +262,6 @@ def _is_still(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _append(descriptor: int, line: bytes, path: Path) -> None:
-    """Add a line; what a dead writer left of one stays a line of its own."""
-    nbytes = os.fstat(descriptor).st_size
-    torn = nbytes > 0 and os.pread(descriptor, 1, nbytes - 1) != b"\n"
-    data = b"\n" * torn + line
-    if os.write(descriptor, data) < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 # --- groups ---------------------------------------------------------------------------------------

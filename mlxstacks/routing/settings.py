@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlxstacks.data.settings import DomainData, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
-from mlxstacks.settings import Force, ResourceLimit, Settings
+from mlxstacks.settings import Force, ResourceLimit, Settings, output_path
 
 BaseNumbers = Annotated[
     Literal["auto", "stored", "float32"],
@@ -74,9 +74,7 @@ class OutcomeSettings(RouteSettings):
     sources: tuple[LabelledSource, ...] = Field(
         (), description="Data by label, instead of files by name; paths are relative to `data`."
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/route-discover."
-    )
+    save_path: str | None = output_path("route-discover")
     single_cap: int = Field(2000, ge=1, description="Maximum examples per domain.")
     mixed_cap: int = Field(400, ge=1, description="Maximum examples per pair of domains.")
     shortest_prompt: int = Field(
@@ -141,9 +139,7 @@ class RouterTrainSettings(RouteSettings):
     targets: str = Field(
         "mlxstacks-out/route-discover", description="Output directory of `route discover`."
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/route-train."
-    )
+    save_path: str | None = output_path("route-train")
     install: bool = Field(
         True, description="Also put the router into the store, replacing the previous one."
     )

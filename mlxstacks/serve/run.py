@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.errors import InputError
@@ -26,9 +26,6 @@ class Served:
     models: tuple[str, ...]
     counts: dict[str, int]
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def api_key(settings: ServeSettings) -> str | None:

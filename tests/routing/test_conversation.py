@@ -247,7 +247,7 @@ def test_saved_messages_have_their_routes(
     def refused(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("mlxstacks.files.store_files.write_all", refused)
+    monkeypatch.setattr("mlxstacks.files.disk.write_all", refused)
     with pytest.raises(TargetError, match=r"/other\.jsonl: not writable"):
         conversation.save(tmp_path / "other.jsonl")
 

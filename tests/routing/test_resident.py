@@ -359,7 +359,7 @@ def test_a_known_file_is_not_checked_again(store: Store, monkeypatch: pytest.Mon
     with resident.lease({"a": 1.0}):
         wanted = answer(model)
     resident.close()
-    for name in ("check_hash", "read_stack_index"):
+    for name in ("check_hash", "read_headed"):
         monkeypatch.setattr(stack_file, name, None)
     with resident.lease({"a": 1.0}) as lease:
         assert lease.loaded == ("a",)
