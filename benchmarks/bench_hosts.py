@@ -6,9 +6,10 @@ Random Llamas of several sizes, float32, an adapter of rank 8 on the guard's usu
 write tokens in one process and split over two that MLX's ring joins. What the guard assumes is
 measured here: weights read a second, by what the largest costs more than the smallest, in two
 processes at once, for they share this machine's memory; the time of a message, by sums of one
-number with a product between them; the speed of the link, by sums of 8 MB. From these the guard's formula gives two processes,
-without and with the time of one as `tokens_per_second`, and the table has what they did. Last
-line: JSON. Two idle cores are needed, and OpenBLAS with one thread, so that each process has one.
+number with a product between them; the speed of the link, by sums of 8 MB. From these the guard's
+formula gives two processes, without and with the time of one as `tokens_per_second`, and the table
+has what they did. Last line: JSON. Two idle cores are needed, and OpenBLAS with one thread, so that
+each process has one.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def measure(config: Path, tokens: int, repeats: int) -> Times:
     def sums(numbers: int, count: int) -> Callable[[], mx.array]:
         def work() -> mx.array:
             x = mx.zeros(numbers)
-            for _ in range(count):  # with a step between them, as layers have, on MLX's other thread
+            for _ in range(count):  # with a step of MLX's other thread between them, as layers have
                 x = mx.distributed.all_sum(x, group=group) * 0.5
             return x
 

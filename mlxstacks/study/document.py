@@ -2,9 +2,10 @@
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -122,7 +123,8 @@ _IN_WORDS = {"%": " percent ", "/": " per ", " - ": " minus "}
 
 
 def plain_names(columns: Iterable[Column]) -> list[str]:
-    """Names for a program: lower case with underscores, the unit of bytes and seconds at the end.
+    """Names for a program: lower case with underscores, the unit of bytes and seconds at the end;
+    `points` of a difference of shares is `difference`, for a program has the fraction.
 
     Law: identifiers, no two the same.
     """
@@ -131,11 +133,13 @@ def plain_names(columns: Iterable[Column]) -> list[str]:
         name = _AROUND_A_NAME.sub("", column.name).replace("'", "")
         for sign, word in _IN_WORDS.items():
             name = name.replace(sign, word)
-        name = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        name = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name).lower()).strip("_")
         name = name or ("interval" if column.name else "mark")
+        if column.kind == "points":
+            name = re.sub("(?<![^_])points(?![^_])", "difference", name)
         if column.kind in ("bytes", "seconds") and column.kind not in name.split("_"):
             name = f"{name}_{column.kind}"
-        name = name if name[0].isalpha() else f"column_{name}"
+        name = name if name.isidentifier() else f"column_{name}"
         names.append(name if name not in names else f"{name}_{len(names) + 1}")
     return names
 
@@ -177,6 +181,8 @@ class Table(_Part):
                     f"table {id}: rows are a series; give a data frame, .reset_index()"
                 )
             rows = records("records")
+        if not isinstance(columns, Mapping):
+            raise ValueError(f"table {id}: columns are a dict, name -> {', '.join(get_args(Kind))}")
         parts = []
         for name, kind in columns.items():
             kind, digits = (kind, None) if isinstance(kind, str) else kind
@@ -193,7 +199,7 @@ class Table(_Part):
                 raise ValueError(f"table {self.id}: row {at} has {len(row)} cells of {count}")
             for column, cell in zip(self.columns, row, strict=True):
                 if info.mode == "python" and _is_impossible(column, cell):  # files are shown
-                    what = f"{cell} is no {column.kind} ({column.name})"
+                    what = f"{cell!r} is no {column.kind} ({column.name}){_why(cell)}"
                     raise ValueError(f"table {self.id}: row {at}: {what}")
         return self
 
@@ -233,6 +239,14 @@ def _is_impossible(column: Column, cell: Cell) -> bool:
         return not all(-_ROUNDING <= number <= 1 + _ROUNDING for number in numbers)
     is_whole = column.kind == "count" and not column.digits
     return is_whole and not all(float(number).is_integer() for number in numbers)
+
+
+def _why(cell: Cell) -> str:
+    if isinstance(cell, str):
+        return ": it is text"
+    if isinstance(cell, tuple):
+        return ": an interval is (low, high), or (estimate, low, high) with low <= estimate <= high"
+    return ""
 
 
 Estimate = Mapping[str, Any]
@@ -276,6 +290,8 @@ class Series(_Part):
             cell if isinstance(cell, tuple | list) else (cell, None, None)
             for cell in map(_plain, cells)
         ]
+        if odd := [row for row in rows if len(row) != 3]:
+            raise ValueError(f"series {label}: {tuple(odd[0])!r:.80} is not (value, low, high)")
         y, low, high = (
             tuple(value if value is None or scale == 1 else scale * value for value in column)
             for column in zip(*rows, strict=True)

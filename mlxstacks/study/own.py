@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -128,6 +129,9 @@ class OwnStudy(Study):
             code_of(cls, OwnStudy)
 
     def __init__(self, settings: RunSettings) -> None:
+        if not isinstance(settings, RunSettings):
+            what = f"{type(self).__name__}(RunSettings(save_path=...))"
+            raise TypeError(f"a study takes its settings, not {type(settings).__name__}: {what}")
         self.settings = settings
 
     def plan(self) -> Mapping[str, Any]:
@@ -136,6 +140,9 @@ class OwnStudy(Study):
 
     def planned(self) -> Result:
         settings = self.settings.model_dump(mode="json", exclude=PLACES)
+        # the table of commands is above this level
+        if self.kind in import_module("mlxstacks.recipe.table").COMMANDS:
+            raise InputError(f"kind: {self.kind!r} is a command; name this study otherwise")
         if not isinstance(own := self.plan(), Mapping):
             raise TypeError(f"plan returned {own!r}; return a dict")
         for name in ("artifacts", "provenance", "inputs", "plot_formats"):
@@ -190,7 +197,7 @@ def main(
         first, equals, _ = words[0].partition("=") if words else ("", "", "")
         is_setting = equals and first in settings.model_fields
         if not words or words[0][:1] == "-" or is_setting or not all(e for _, e, _ in pairs):
-            raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
+            raise InputError("give SAVE_PATH [KEY=VALUE...], as in results/one seed=3")
         if twice := {key for key, _, _ in pairs if [p[0] for p in pairs].count(key) > 1}:
             raise InputError(f"given twice: {', '.join(sorted(twice))}")
         values = {key: _parsed(settings, key, value) for key, _, value in pairs} | {

@@ -67,10 +67,10 @@ class Result(Document, metaclass=_OfPeople):
 
     def table(self, id: str | None = None) -> "pandas.DataFrame":
         """A table as a pandas DataFrame with plain names of columns: `p (Holm)` is `p_holm`, a size
-        `size_bytes`; shares are fractions. An interval is in two columns, `..._low` and
-        `..._high`, behind its estimate, and `5 of 8` in two, the second `..._of`. Numbers are
-        numeric, NaN where there is none or a word instead. id: may be left out where there is one
-        table.
+        `size_bytes`; shares, and differences in points, are fractions. An interval is in two
+        columns, `..._low` and `..._high`, behind its estimate, and `5 of 8` in two, the second
+        `..._of`. Numbers are numeric, NaN where there is none or a word instead. id: may be left
+        out where there is one table.
 
         Raises: InputError: no such table; it lists the ids.
         """
@@ -79,12 +79,20 @@ class Result(Document, metaclass=_OfPeople):
         block = self._block(id, Table)
         columns: dict[str, Any] = {}
         names = plain_names(block.columns)
+
+        def put(name: str, values: Any) -> None:
+            """Beside a column, under a name that none has."""
+            while name in columns or name in names:
+                name += "_2"
+            columns[name] = values
+
         numeric = [column.kind != "text" for column in block.columns]
         for name, is_number, *cells in zip(names, numeric, *block.rows, strict=True):
             if is_number:
                 cells = [None if isinstance(cell, str) else cell for cell in cells]
             elif cells and None not in (pairs := list(map(_count_of, cells))):
-                columns[name], columns[f"{name}_of"] = zip(*pairs, strict=True)
+                columns[name], wholes = zip(*pairs, strict=True)
+                put(f"{name}_of", wholes)
                 continue
             if not any(isinstance(cell, tuple) for cell in cells):
                 columns[name] = cells
@@ -96,7 +104,8 @@ class Result(Document, metaclass=_OfPeople):
             if any(value is not None for value in values):
                 columns[name] = values
             ends = [part[-2:] if len(part) > 1 else (None, None) for part in parts]
-            columns[f"{name}_low"], columns[f"{name}_high"] = zip(*ends, strict=True)
+            for end, bounds in zip(("low", "high"), zip(*ends, strict=True), strict=True):
+                put(f"{name}_{end}", bounds)
         return pandas.DataFrame(columns)
 
     @property

@@ -251,6 +251,16 @@ def test_a_conclusion_without_a_result_is_told(
         run_study(study(tmp_path))
 
 
+def test_a_study_has_a_name_and_settings_of_its_own(tmp_path: Path) -> None:
+    class Sweep(Quick):
+        kind = "sweep"
+
+    with pytest.raises(InputError, match="'sweep' is a command; name this study otherwise"):
+        run_study(Sweep(coin.CoinSettings(save_path=str(tmp_path / "run"))))
+    with pytest.raises(TypeError, match="a study takes its settings, not str: Quick"):
+        Quick("run")
+
+
 def test_a_script_ends_as_a_command_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,9 +281,9 @@ def test_a_script_ends_as_a_command_does(
     assert again.splitlines()[-2:] == first.splitlines()[-2:]
     for words, message in (
         ((place,), "another plan was carried out there; it differs in\n  tosses: was 40, now 400"),
-        ((), "give SAVE_PATH KEY=VALUE..."),
-        ((place, "tosses"), "give SAVE_PATH KEY=VALUE..."),
-        (("-x",), "give SAVE_PATH KEY=VALUE..."),
+        ((), "give SAVE_PATH [KEY=VALUE...]"),
+        ((place, "tosses"), "give SAVE_PATH [KEY=VALUE...]"),
+        (("-x",), "give SAVE_PATH [KEY=VALUE...]"),
         ((place, "tosss=3"), "no setting tosss: tosses?"),
         ((place, "tosses=many"), "tosses: Input should be a valid integer"),
     ):

@@ -367,7 +367,7 @@ def test_rows_of_a_table_may_be_a_data_frame() -> None:
     with pytest.raises(ValueError, match="rows are a series; give a data frame"):
         Table.of("t", "T", {"n": "count"}, frame.n)
     for row, message in (
-        (("a", "12"), "12 is no count"),
+        (("a", "12"), "'12' is no count .n.: it is text"),
         ("ab", "'ab' is no row; a row is a tuple"),
         ({"x": 1}, "no n; it has x"),
     ):
@@ -388,6 +388,23 @@ def test_plain_names_are_identifiers_and_differ(columns: list[tuple[str, Any]]) 
     names = plain_names([Column(name=name, kind=kind) for name, kind in columns])
     assert all(name.isidentifier() for name in names)
     assert len({*names}) == len(columns)
+
+
+def test_no_bound_of_an_interval_takes_the_place_of_a_column() -> None:
+    for columns in (("loss", "loss low"), ("loss low", "loss")):
+        cells = {"loss": (1.0, 0.0, 2.0), "loss low": 7.0}
+        table = Table.of("t", "T", dict.fromkeys(columns, "number"), [cells])
+        frame = Result(kind="k", title="T", status="done", blocks=(table,)).table()
+        assert frame.iloc[0].to_dict() == {
+            "loss": 1.0, "loss_low": 7.0, "loss_low_2": 0.0, "loss_high": 2.0
+        }  # fmt: skip
+
+
+def test_plain_names_in_any_language() -> None:
+    columns = [Column(name=name, kind="number") for name in ("λ", "σ²", "Größe", "损失", "50 %")]
+    assert plain_names(columns) == ["λ", "σ2", "größe", "损失", "column_50_percent"]
+    points = [Column(name=name, kind="points") for name in ("points", "95%", "gain, points (95%)")]
+    assert plain_names(points) == ["difference", "interval", "gain"]
 
 
 def test_plain_names_hold_the_unit() -> None:

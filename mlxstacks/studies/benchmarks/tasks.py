@@ -249,9 +249,14 @@ def task_named(name: str) -> Task:
     """Raises: InputError for an unknown name, with the nearest known one."""
     if name in TASKS:
         return TASKS[name]
-    near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
+    near = [known for known in TASKS if name and known.startswith(name)]
+    near = near or difflib.get_close_matches(name, TASKS, n=1, cutoff=0.6)
     meant = f"; the nearest is {near[0]}" if near else ""
-    raise InputError(f"no benchmark {name[:80]!a}{meant}; there are {', '.join(TASKS)}")
+    theirs = f"lm_eval/{name[:80].rpartition('/')[2]}"
+    raise InputError(
+        f"no benchmark {name[:80]!a}{meant}; there are {', '.join(TASKS)}; a task of "
+        f"lm-evaluation-harness is named {theirs!a}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def run(
     if not (checks := settings.prompts):
         raise InputError(
             "route check needs prompts, from a recipe: `mlxstacks init --command 'route check'` "
-            "writes one to fill in; `mlxstacks run route-check` is nano's"
+            "writes one to fill in; `mlxstacks run route-check` is nano's. In Python: prompts=[...]"
         )
     started, store = time.monotonic(), Store.open(settings.store_path)
     target = user_path(settings.save_path)

@@ -535,7 +535,7 @@ def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
             (row["label"], best["set"] or "(base)", *rate_cells(best))
             for row in oracle for best in row["sets"][:_MOST_SETS]
         ),
-        caption=f"Of each label the {_MOST_SETS} most frequent ones.",
+        caption=f"Of each label the {_MOST_SETS} most frequent sets.",
     )  # fmt: skip
     yield interval_plot(
         "gains", "What the best set of stacks takes off the loss",

@@ -66,6 +66,8 @@ def test_an_unknown_name_is_told_its_nearest(name: str, nearest: str) -> None:
     with pytest.raises(InputError, match=f"the nearest is {nearest}; there are hellaswag"):
         task_named(name)
     assert task_named(nearest).name == nearest
+    with pytest.raises(InputError, match="'lm_eval/winogrande'"):
+        task_named("lm-eval/winogrande")
 
 
 LETTERED = "Question: Which organ?\nA. Heart\nB. Lung\nC. Liver\nD. Skin\nAnswer:"
