@@ -240,7 +240,11 @@ def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
             name = key if "." in key else key.removesuffix("_sha256").replace("_", " ")
             lines.append(f"{name}: has changed")
         elif old != new:
-            lines.append(f"{key}: was {_shown(before, key)}, now {_shown(now, key)}")
+            texts = ["not there" if value is missing else json.dumps(value) for value in (old, new)]
+            letters = enumerate(zip(*texts, strict=False))
+            at = next((at for at, (a, b) in letters if a != b), min(map(len, texts)))
+            was, is_now = (_around(text, at) for text in texts)
+            lines.append(f"{key}: was {was}, now {is_now}")
     return lines
 
 
@@ -248,9 +252,11 @@ def _is_hash(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"(full:)?[0-9a-f]{64}", value) is not None
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    text = json.dumps(values[key]) if key in values else "not there"
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def _around(text: str, at: int) -> str:
+    """80 characters of it, those about the place `at` among them."""
+    start = max(0, at - 40) if len(text) > 80 and at > 60 else 0
+    end = start + 80
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
 def plain(value: Any) -> Any:
