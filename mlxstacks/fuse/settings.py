@@ -10,7 +10,7 @@ from mlxstacks.files.settings import (
     bits_of_module,
     parse_module_bits,
 )
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, output_path
 
 PolicyName = Literal[
     "auto", "refit", "keep", "nearest", "promote", "stochastic", "shift", "dequantize"
@@ -34,9 +34,7 @@ class FuseSettings(Settings):
         description="Adapter directory (mlx-lm or PEFT). Repeat it to fuse several in order. "
         "Default: nano's sample adapter.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/fuse."
-    )
+    save_path: str | None = output_path("fuse")
     requant: _Policy = Field(
         "auto",
         description="How to write the delta into quantized weights. refit: as mlx_lm.fuse does. "

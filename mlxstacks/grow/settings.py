@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from mlxstacks.files.manifest import DomainName
 from mlxstacks.routing.settings import BaseNumbers, RouteGapsSettings, RouteSettings
-from mlxstacks.settings import Force
+from mlxstacks.settings import Force, output_path
 
 Stage = Literal["confirm", "gather", "train", "gate", "route", "accept"]
 Approval = Literal["confirm", "gather", "train", "gate", "route", "accept", "all"]
@@ -41,9 +41,7 @@ class GrowSettings(RouteGapsSettings, RouteSettings):
         description="Directory of the rows that the store's domains were trained with. Default: "
         "where they were then.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/grow."
-    )
+    save_path: str | None = output_path("grow")
     rounds: int | None = Field(
         None, ge=1, description="Maximum stacks. Default: as the last domain."
     )

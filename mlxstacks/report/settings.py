@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, output_path
 
 FigureFormat = Literal["svg", "png"]
 
@@ -17,9 +17,7 @@ class ReportSettings(Settings):
         description="Output directories of commands, directories of these, or result files. "
         "Default: everything under ./mlxstacks-out.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/report."
-    )
+    save_path: str | None = output_path("report")
     title: str = Field("Results", min_length=1, max_length=200, description="Page title.")
     date: str | None = Field(
         None,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mlxstacks.settings import Force, Settings
+from mlxstacks.settings import Force, Settings, output_path
 
 RepoId = Annotated[
     str | None,
@@ -47,9 +47,7 @@ class PullSettings(Settings):
     """`pull`: an adapter, a store or a model from the hub, checked before it appears."""
 
     repo_id: RepoId = None
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/pull."
-    )
+    save_path: str | None = output_path("pull")
     revision: str | None = Field(
         None, description="Branch, tag or commit to download. Default: main."
     )

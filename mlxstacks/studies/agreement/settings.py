@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
-from mlxstacks.settings import Force, Plots, Resume, Settings
+from mlxstacks.settings import Force, Plots, Resume, Settings, output_path
 
 
 class AgreementSettings(Settings):
@@ -54,9 +54,7 @@ class AgreementSettings(Settings):
     allow_special: AllowSpecial = False
     plots: Plots = True
     plot_format: Literal["svg", "png"] = Field("svg", description="Plot format.")
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/compare."
-    )
+    save_path: str | None = output_path("compare")
     resume: Resume = True
     force: Force = False
 

@@ -18,6 +18,7 @@ from mlxstacks.settings import (
     Resume,
     Seed,
     Settings,
+    output_path,
 )
 from mlxstacks.studies.benchmarks.tasks import TWELVE
 
@@ -162,9 +163,7 @@ class EvalSettings(ArmSettings):
         "except --allow-code; no model is loaded.",
     )
     plots: Plots = True
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/eval."
-    )
+    save_path: str | None = output_path("eval")
     resume: Resume = True
     force: Force = False
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, output_path
 
 Trainer = Literal["mlx-lm", "mlxstacks"]
 LengthMode = Literal["fixed", "variable"]
@@ -22,9 +22,7 @@ class BufferSettings(Settings):
     model: str | None = Field(
         None, description="Model directory. Default: the built-in nano model at 3 bits."
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/sweep-buffers."
-    )
+    save_path: str | None = output_path("sweep-buffers")
     ranks: tuple[int, ...] = Field((2, 4, 8), description="Ranks to compare. Repeatable.")
     layers: str = Field("1,2,3", description="Layers to adapt: all, or numbers such as 8,14,20.")
     projections: tuple[str, ...] = Field(

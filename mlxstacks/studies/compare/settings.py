@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from mlxstacks.layers.settings import StackSettings
-from mlxstacks.settings import Settings, merge
+from mlxstacks.settings import Settings, merge, output_path
 from mlxstacks.training.settings import StackRunSettings, names_a_file
 
 # What a question can be decided by; see analysis.py.
@@ -45,9 +45,7 @@ class CompareSettings(Settings):
     data: str | None = Field(
         None, description="Directory of the domains' data, as in `stack`. Default: nano's."
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/stack-compare."
-    )
+    save_path: str | None = output_path("stack-compare")
     question: str = Field(
         "Which settings give the lower loss?",
         description="Question that the comparison answers; part of the plan.",

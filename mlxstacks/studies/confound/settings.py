@@ -28,6 +28,7 @@ from mlxstacks.settings import (
     Resume,
     Seed,
     Settings,
+    output_path,
 )
 
 # How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
@@ -60,9 +61,7 @@ class ConfoundSettings(Settings):
         "persona_card, default.",
     )
     persona_card: Card = None
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/confound."
-    )
+    save_path: str | None = output_path("confound")
     persona_requant: PolicyName = Field(
         "refit", description="Policy for fusing the persona adapter."
     )

@@ -18,7 +18,16 @@ from mlxstacks.arms.settings import (
 )
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.settings import Count, EachOnce, Force, Probability, Resume, Seed, Settings
+from mlxstacks.settings import (
+    Count,
+    EachOnce,
+    Force,
+    Probability,
+    Resume,
+    Seed,
+    Settings,
+    output_path,
+)
 from mlxstacks.training.settings import TrainSettings
 
 # The gate is given for a suite of this many prompts, and scaled by share for others.
@@ -64,9 +73,7 @@ class IdentitySettings(Settings):
         "made from persona_card. Default: with nano, its own suite.",
     )
     persona_card: Card = None
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/identity."
-    )
+    save_path: str | None = output_path("identity")
     policies: Policies = Field(
         ("refit", "nearest", "promote"),
         description="Policies for all fuses, the persona's included. Repeatable.",

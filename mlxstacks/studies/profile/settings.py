@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Settings, output_path
 
 # Announced with the published profile (MoE Routing Layers Converge): a mean Jaccard below
 # the first means different layers, above the second shared ones.
@@ -28,9 +28,7 @@ class ProfileSettings(Settings):
         description="Groups of prompts: a directory with a JSONL file for each, a file with a "
         "group key, or the id of a cached Hugging Face data set. Default: nano's five domains.",
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/profile."
-    )
+    save_path: str | None = output_path("profile")
     split: str = Field("test", description="Split of a Hugging Face data set.")
     group_key: str = Field("category", description="Row key that names the group.")
     groups: tuple[str, ...] = Field(

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.layers.settings import StackSettings
-from mlxstacks.settings import Force, Resume, Settings
+from mlxstacks.settings import Force, Resume, Settings, output_path
 from mlxstacks.training.settings import Domain, PretrainSettings, StackRunSettings
 
 
@@ -63,9 +63,7 @@ class PsnStacksSettings(Settings):
         "in `data`.",
         json_schema_extra={"cli_type": "text"},
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/psn-stacks."
-    )
+    save_path: str | None = output_path("psn-stacks")
     seeds: Seeds = (0, 1, 2)
     pretrain: Pretraining = PretrainSettings()
     stack: Annotated[
@@ -113,9 +111,7 @@ class PsnBlocksSettings(Settings):
         "NAME.jsonl in `data`.",
         json_schema_extra={"cli_type": "text"},
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/psn-blocks."
-    )
+    save_path: str | None = output_path("psn-blocks")
     seeds: Seeds = (0, 1, 2)
     pretrain: Pretraining = PretrainSettings()
     block: BlockSettings = BlockSettings()

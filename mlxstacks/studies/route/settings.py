@@ -13,7 +13,7 @@ from mlxstacks.routing.settings import (
     LabelledSource,
     RouteSettings,
 )
-from mlxstacks.settings import Force, Settings
+from mlxstacks.settings import Force, Settings, output_path
 from mlxstacks.training.settings import TrainSettings
 
 CheckMode = Literal["base", "ungated", "routed"]
@@ -73,9 +73,7 @@ class RouteCheckSettings(_ServedSettings):
     """Prompts whose answers and routes are known, in modes base, ungated and routed."""
 
     router_path: RouterPath = None
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/route-check."
-    )
+    save_path: str | None = output_path("route-check")
     prompts: tuple[CheckPrompt, ...] = Field((), description="Prompts to check.")
     modes: tuple[CheckMode, ...] = Field(
         ("base", "ungated", "routed"), min_length=1, description="Modes to answer in. Repeatable."
@@ -154,9 +152,7 @@ class RouteEvaluateSettings(_ServedSettings):
         "how many gaps are detected. Repeatable.",
         json_schema_extra={"cli_type": "text"},
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/route-evaluate."
-    )
+    save_path: str | None = output_path("route-evaluate")
     routers: tuple[str, ...] = Field(
         (),
         description="Router files or directories to compare, such as several seeds; the first one "

@@ -8,7 +8,7 @@ from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.layers.settings import lora_scale, parse_layers
-from mlxstacks.settings import ResourceLimit, Settings, WorkingSetBytes
+from mlxstacks.settings import ResourceLimit, Settings, WorkingSetBytes, output_path
 from mlxstacks.training.settings import TrainSettings
 
 # A name that stands for every usual projection, as leaving out `keys` does in `train`.
@@ -36,9 +36,7 @@ class SweepSettings(Settings):
         description="Rows, as in `mlxstacks train`. Default: nano's sample data.",
         json_schema_extra={"cli_type": "text"},
     )
-    save_path: str | None = Field(
-        None, description="Output directory. Default: ./mlxstacks-out/sweep."
-    )
+    save_path: str | None = output_path("sweep")
     ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (2, 4, 8), description="LoRA ranks. Repeatable."
     )
