@@ -36,6 +36,7 @@ from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.settings import LoRASettings, StackSettings, TargetSettings, parse_layers
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.layers.targets import Target, check_targets, find_targets
+from mlxstacks.layers.working_as import working_as
 from mlxstacks.ops import gated_delta
 from mlxstacks.regular_files import check_hub_reference
 from mlxstacks.training.boost import call_with_balance
@@ -291,18 +292,8 @@ def recurrence(settings: GuardSettings) -> AbstractContextManager[Any]:
 @contextmanager
 def mlx_checkpointed(model: nn.Module) -> Iterator[None]:
     """Layers under `mx.checkpoint` as mlx-lm's trainer has them, for the length of a block."""
-    layers = list(model.layers)
-    before = [type(layer) for layer in layers]
-    classes = {
-        layer_class: _under_mlx_checkpoint(layer_class) for layer_class in dict.fromkeys(before)
-    }
-    for layer in layers:
-        layer.__class__ = classes[type(layer)]
-    try:
+    with working_as((layer, _under_mlx_checkpoint(type(layer))) for layer in model.layers):
         yield
-    finally:
-        for layer, layer_class in zip(layers, before, strict=True):
-            layer.__class__ = layer_class
 
 
 def _under_mlx_checkpoint(layer_class: type) -> type:

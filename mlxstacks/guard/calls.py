@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxstacks.base_model import change
 from mlxstacks.layers.adapted import adapted_layers, pop_balances, put_balances
+from mlxstacks.layers.working_as import working_as
 
 Named = list[tuple[str, mx.array]]
 Body = Callable[[list[mx.array]], Named]
@@ -211,14 +212,8 @@ def _forget(modules: Sequence[Any]) -> None:
 @contextmanager
 def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Calls of `layers` go to the active recorder."""
-    before = [type(layer) for layer in layers]
-    for layer in layers:
-        layer.__class__ = _recorded(type(layer))
-    try:
+    with working_as((layer, _recorded(type(layer))) for layer in layers):
         yield
-    finally:
-        for layer, layer_class in zip(layers, before, strict=True):
-            layer.__class__ = layer_class
 
 
 def _recorded(layer_class: type) -> type:

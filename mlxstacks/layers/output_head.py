@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxstacks.layers.working_as import working_as
 from mlxstacks.ops import token_loss
 
 _PLAIN = (nn.Linear, nn.QuantizedLinear)
@@ -71,11 +72,8 @@ class OutputHead:
 
         own = type(self.module)
         name = "as_linear" if self.tied else "__call__"
-        self.module.__class__ = type(own.__name__, (own,), {name: passed_on})
-        try:
+        with working_as([(self.module, type(own.__name__, (own,), {name: passed_on}))]):
             yield given
-        finally:
-            self.module.__class__ = own
 
     def cross_entropy_sum(
         self,
@@ -158,7 +156,6 @@ def _recorded_call(model: nn.Module, tokens: mx.array) -> tuple[list[_Call], Any
     """Calls of every projection in a forward pass, and what the model returns; not evaluated."""
     calls: list[_Call] = []
     found = {id(m): (path, m) for path, m in model.named_modules() if _could_be_head(m)}
-    before = [(module, type(module)) for _, module in found.values()]
 
     def noting(own: type, name: str, tied: bool) -> Callable[..., mx.array]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
@@ -173,14 +170,8 @@ def _recorded_call(model: nn.Module, tokens: mx.array) -> tuple[list[_Call], Any
         name = "as_linear" if tied else "__call__"
         return type(own.__name__, (own,), {name: noting(own, name, tied)})
 
-    classes = {own: recorded(own) for _, own in before}
-    try:
-        for module, own in before:
-            module.__class__ = classes[own]
+    with working_as((module, recorded(type(module))) for _, module in found.values()):
         return calls, model(tokens)
-    finally:
-        for module, own in before:
-            module.__class__ = own
 
 
 def _could_be_head(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks.base_model import named_switches
+from mlxstacks.layers.working_as import working_as
 
 # (place among the switch layers, input (..., K), indices (..., top_k) int)
 Hear = Callable[[int, mx.array, mx.array], None]
@@ -84,7 +85,6 @@ def hearing(switches: Sequence[SwitchLayer], hear: Hear) -> Iterator[None]:
     """Each switch layer calls `hear` with its place, input and indices, not evaluated, when it is
     called; afterwards all is as it was.
     """
-    before = [(switch.module, type(switch.module)) for switch in switches]
 
     def telling(own: type, place: int) -> type:
         def call(module: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
@@ -93,13 +93,9 @@ def hearing(switches: Sequence[SwitchLayer], hear: Hear) -> Iterator[None]:
 
         return type(own.__name__, (own,), {"__call__": call})
 
-    try:
-        for place, (module, own) in enumerate(before):
-            module.__class__ = telling(own, place)
+    modules = [switch.module for switch in switches]
+    with working_as((m, telling(type(m), place)) for place, m in enumerate(modules)):
         yield
-    finally:
-        for module, own in before:
-            module.__class__ = own
 
 
 def chosen_weights(

@@ -27,6 +27,7 @@ from mlxstacks.layers.blocks import BlockedDecoder
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.sharded import as_kind
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
+from mlxstacks.layers.working_as import working_as
 from mlxstacks.training.modes import evaluating
 
 MID_WEIGHT, LAST_WEIGHT = 0.45, 0.55
@@ -177,11 +178,8 @@ def watched(module: nn.Module, note: Callable[[mx.array, Any], None]) -> Iterato
         note(args[0], output)
         return output
 
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": noting})
-    try:
+    with working_as([(module, type(kind.__name__, (kind,), {"__call__": noting}))]):
         yield
-    finally:
-        module.__class__ = kind
 
 
 class _BaseAlone(StackedLayer):
@@ -200,19 +198,15 @@ def without_stacks(model: nn.Module) -> Iterator[None]:
     """No stack, nor capability block, answers here, whatever is loaded, packed and selected: none
     of that is touched, so a running stream goes on afterwards as it was.
     """
-    kinds = [(layer, type(layer)) for _, layer in stacked_layers(model)]
-    for layer, _ in kinds:
-        layer.__class__ = as_kind(layer, _BaseAlone)
     blocked = [(m, m.selected) for m in model.modules() if isinstance(m, BlockedDecoder)]
     for decoder, _ in blocked:
         decoder.select({})
     try:
-        yield
+        with working_as((m, as_kind(m, _BaseAlone)) for _, m in stacked_layers(model)):
+            yield
     finally:
         for decoder, selected in blocked:
             decoder.select(selected)
-        for layer, kind in kinds:
-            layer.__class__ = kind
 
 
 @contextmanager

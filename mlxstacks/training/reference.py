@@ -15,6 +15,7 @@ from mlx.utils import tree_unflatten
 
 from mlxstacks.data import Batch
 from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.layers.working_as import working_as
 from mlxstacks.training.loop import Weights, trainable_weights
 from mlxstacks.training.modes import evaluating, lowest_trained_layer
 from mlxstacks.training.step import answer_log_p
@@ -64,7 +65,6 @@ def called_once(layers: Sequence[nn.Module]) -> Iterator[None]:
     the model what it made in the first, and the others hand it through; unless it is no array.
     """
     made: list[mx.array] = []
-    own = [type(layer) for layer in layers]
 
     def once(kind: type) -> type:
         def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,12 +77,8 @@ def called_once(layers: Sequence[nn.Module]) -> Iterator[None]:
 
         return type(kind.__name__, (kind,), {"__call__": call})
 
-    classes = {kind: once(kind) for kind in own}
     try:
-        for layer, kind in zip(layers, own, strict=True):
-            layer.__class__ = classes[kind]
-        yield
+        with working_as((layer, once(type(layer))) for layer in layers):
+            yield
     finally:
-        for layer, kind in zip(layers, own, strict=True):
-            layer.__class__ = kind
         made.clear()  # the classes live until Python looks for circles

@@ -45,6 +45,7 @@ from mlxstacks.fuse.module import Module, gather_modules
 from mlxstacks.fuse.report import tensor_bytes
 from mlxstacks.fuse.rewrite import ModuleWork
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.layers.working_as import working_as
 from mlxstacks.ops.gptq import Moments
 from mlxstacks.study.document import Block, Plot, Series, Table
 from mlxstacks.training.modes import evaluating
@@ -268,7 +269,6 @@ def heard(
     layers: Sequence[nn.Module], hear: Callable[[int, Call, mx.array], mx.array]
 ) -> Iterator[None]:
     """Each call of a layer gives what `hear` makes of its output."""
-    before = [type(layer) for layer in layers]
 
     def telling(own: type, place: int) -> type:
         def method(name: str) -> Callable[..., mx.array]:
@@ -282,13 +282,8 @@ def heard(
         names = [name for name in ("__call__", "as_linear") if hasattr(own, name)]
         return type(own.__name__, (own,), {name: method(name) for name in names})
 
-    try:
-        for place, (layer, own) in enumerate(zip(layers, before, strict=True)):
-            layer.__class__ = telling(own, place)
+    with working_as((layer, telling(type(layer), place)) for place, layer in enumerate(layers)):
         yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__class__ = own
 
 
 # --- fewest bytes for a KL ------------------------------------------------------------------------
