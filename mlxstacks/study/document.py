@@ -325,6 +325,9 @@ class Plot(_Part):
     def _series_fit(self, info: ValidationInfo) -> "Plot":
         if self.kind == "heat map" and self.references and info.mode == "python":
             raise ValueError(f"plot {self.id}: a heat map has no references")
+        low, high = self.limits
+        if low is not None and high is not None and low >= high and info.mode == "python":
+            raise ValueError(f"plot {self.id}: limits ({low:g}, {high:g}): low is less than high")
         for series in self.series:
             count = len(series.x) if self.kind in ("lines", "points") else len(self.categories)
             if self.kind == "frontier" and len(series.x) != count:

@@ -232,6 +232,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -
         (lambda: Text(title="", paragraphs=(float("nan"),)), "valid string"),
         (lambda: ARMS.model_validate(ARMS.model_dump() | {"id": "../up"}), "match pattern"),
         (lambda: PLOT.model_validate(PLOT.model_dump() | {"form": "{:999999999}"}), "form"),
+        (lambda: PLOT.model_validate(PLOT.model_dump() | {"limits": (1, 0)}), r"limits \(1, 0\)"),
     ],
 )
 def test_a_block_that_cannot_be_shown_is_refused(make: Any, message: str) -> None:
