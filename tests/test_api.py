@@ -67,7 +67,7 @@ def test_every_name_is_there(name: str) -> None:
     ("name", "words"),
     [
         ("fused", "did you mean 'fuse'"),
-        ("evaluate", "'eval'"),
+        ("trainer", "'train'"),
         ("chat", "ms.generate"),
         ("Table", "mlxstacks.study"),
         ("x", "'x'$"),
