@@ -347,9 +347,8 @@ def with_arms(
     """
     _refuse_near_misses(settings, asked)
     unlabelled = {task.name: sum(item.domain is None for item in task.items) for task in asked}
-    labelled = bool(settings.harness_domains) or any(
-        unlabelled[task.name] < len(task.items) for task in asked
-    )
+    of_harness = settings.harness_labels.keys() & {*settings.harness_tasks}
+    labelled = bool(of_harness) or any(unlabelled[t.name] < len(t.items) for t in asked)
     arms = choose_arms(settings, settings.arms, labelled)
     needing = [name for name in arms if name in NEED_LABELS]
     if asked and needing and not labelled:
