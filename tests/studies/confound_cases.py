@@ -8,7 +8,7 @@ from mlxstacks.studies.confound.plan import arms_of, parts_of
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Criterion, Findings, find
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing
 from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
 from tests.tiny_models import random_adapter
 

@@ -35,7 +35,7 @@ from mlxstacks.studies.confound.verdict import (
     verdict,
 )
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing
 from mlxstacks.study.power import least_passing_count, passes
 from tests.studies.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case
 
@@ -170,7 +170,7 @@ GAIN: dict[str, Any] = {
 }
 
 
-SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
+SUBSET = Standing.of(("a1_refit: a subset, 200 of 692 items",))
 
 
 @pytest.mark.parametrize(
