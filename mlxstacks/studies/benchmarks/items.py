@@ -27,7 +27,7 @@ from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.benchmarks.analysis import claims_of
-from mlxstacks.studies.benchmarks.arms import choose_arms
+from mlxstacks.studies.benchmarks.arms import base_of, choose_arms
 from mlxstacks.studies.benchmarks.harness import find_tasks
 from mlxstacks.studies.benchmarks.settings import (
     NEED_LABELS,
@@ -536,15 +536,11 @@ def hashes_of(
 
     Raises: InputError or CheckpointError where one is not there.
     """
-    hashes: dict[str, str] = {}
-    checkpoint = None
-    if settings.model is not None:
-        checkpoint = open_checkpoint(resolve_model(settings.model))
-    elif settings.store_path is not None:
-        checkpoint = find_base(Store.open(settings.store_path), None)
-    if checkpoint is not None:
-        hashes["model"] = fingerprint(checkpoint, recorded)
-        hashes["tokenizer"] = _files_sha256(checkpoint.directory, _TOKENIZER)
+    checkpoint = base_of(settings)
+    hashes = {
+        "model": fingerprint(checkpoint, recorded),
+        "tokenizer": _files_sha256(checkpoint.directory, _TOKENIZER),
+    }
     if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
         adapter = user_path(settings.adapter_path)
         names = ("adapter_config.json", *sorted(p.name for p in adapter.glob("*.safetensors")))
@@ -560,12 +556,7 @@ def hashes_of(
 
 def is_published_model(settings: ArmSettings) -> bool:
     """Whether the model has the shape of the paper's. Raises: as `hashes_of`."""
-    name = settings.model
-    if name is None and settings.store_path is not None:
-        name = Store.open(settings.store_path).manifest.base_model
-    return name is not None and has_shape_of(
-        open_checkpoint(resolve_model(name)).config, PUBLISHED_SHAPE
-    )
+    return has_shape_of(base_of(settings).config, PUBLISHED_SHAPE)
 
 
 def _files_sha256(directory: Path, names: Sequence[str]) -> str:
