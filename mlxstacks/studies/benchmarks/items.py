@@ -18,7 +18,7 @@ from typing import Any
 from mlxstacks.data.arrow_sets import is_saved_set
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.data.sources import NotCachedError, OpenSource, open_source
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, in_lines
 from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
@@ -126,9 +126,7 @@ def open_task(task: Task, data: str | None, *, reference: bool = False) -> Asked
     repeats_are_errors = data is not None and task.name not in _REPEATS_KNOWN
     named, notes = _named(rows, problems, repeats_are_errors)
     if problems:
-        more = len(problems) - _MOST_SHOWN
-        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise InputError(f"{label}: " + "\n  ".join([f"not usable as {task.title}:", *lines]))
+        raise InputError(in_lines(f"{label}: not usable as {task.title}:", problems))
     items = tuple(bench_item(task, raw, item_id, reference) for item_id, raw in named)
     if task.items is not None and len(items) != task.items:
         notes.insert(
