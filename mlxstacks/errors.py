@@ -2,6 +2,7 @@
 
 import linecache
 import traceback
+from collections.abc import Sequence
 
 
 class _InNotebooks:
@@ -16,6 +17,12 @@ class _InNotebooks:
                 source = linecache.getline(file, line).strip()
                 return [f"----> {line} {source}", "", *shown.splitlines()]
         return shown.splitlines()
+
+
+def in_lines(head: str, problems: Sequence[str], most: int = 8) -> str:
+    """A message that lists the first problems below its head."""
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "\n  ".join([head, *problems[:most], *more])
 
 
 class InputError(_InNotebooks, ValueError):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.arms.settings import DEFAULT_SUITE, PersonaCard
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, in_lines
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.expressions import compile_expression
 from mlxstacks.files.strict_json import json_sha256, parse_object
@@ -48,7 +48,6 @@ _CONTRACTIONS = (
     (re.compile(r"\b(are|is|was|do|does|did|have|has)n't\b"), r"\1 not"),
 )
 _MOST_BYTES = 1_000_000
-_MOST_SHOWN = 8
 # For all patterns of a suite on an empty text; ordinary ones take microseconds each.
 _MOST_SECONDS = 120.0
 # Of a value in a message: YAML's references can make one that is endless when it is spelled out.
@@ -135,9 +134,7 @@ def suite_of(rows: Sequence[Any], where: str) -> Suite:
     if not rows:
         problems.append("it holds no prompt")
     if problems:
-        more = len(problems) - _MOST_SHOWN
-        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise InputError(f"{where}: " + "\n  ".join(["not a suite:", *lines]))
+        raise InputError(in_lines(f"{where}: not a suite:", problems))
     return tuple(prompts)
 
 

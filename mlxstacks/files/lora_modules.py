@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from mlxstacks.errors import AdapterError, CheckpointError
+from mlxstacks.errors import AdapterError, CheckpointError, in_lines
 from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.shards import (
     ShardHeader,
@@ -429,17 +429,11 @@ class StoredPair:
         return len(problems) == before
 
 
-_MOST_PROBLEMS = 8  # that a message lists
-
-
 def raise_problems(directory: Path, problems: Sequence[str], about: str = "") -> None:
     """One AdapterError that lists the first problems; nothing when there is none."""
     if problems:
         many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        lines = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS])
-        if (more := len(problems) - _MOST_PROBLEMS) > 0:
-            lines += f"\n  and {more} more"
-        raise AdapterError(f"adapter {directory}{about}: {many}{lines}")
+        raise AdapterError(in_lines(f"adapter {directory}{about}: {many}", problems))
 
 
 def save_adapter(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
+from mlxstacks.errors import in_lines
 from mlxstacks.layers.adapted import AdaptedLayer, Dims, check_rank, projection_dims
 from mlxstacks.layers.latent import shared_parameters
 from mlxstacks.layers.moe_lora import form_of
@@ -66,13 +67,8 @@ def find_targets(model: nn.Module, settings: TargetSettings | None = None) -> li
         there = ", ".join(sorted({t.name for t in wanted})) or "no projections at all"
         problems.append(f"no projection has a usual name; the layers have {there}")
     if problems:
-        raise ValueError(_listed("cannot choose the projections to adapt:", problems))
+        raise ValueError(in_lines("cannot choose the projections to adapt:", problems))
     return found
-
-
-def _listed(head: str, problems: Sequence[str], most: int = 8) -> str:
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return "\n  ".join([head, *problems[:most], *more])
 
 
 def left_out_notes(model: nn.Module, targets: Sequence[Target]) -> list[str]:
@@ -151,7 +147,7 @@ def check_targets(targets: Sequence[Target], rank: int) -> None:
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise ValueError(_listed("cannot put adapters here:", problems))
+        raise ValueError(in_lines("cannot put adapters here:", problems))
 
 
 @dataclass(frozen=True)

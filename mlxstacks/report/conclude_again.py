@@ -18,7 +18,6 @@ from typing import Any
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.study.document import Standing
 from mlxstacks.study.integrity import copy_named
-from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result
 
 _MOST_NAMED = 3
@@ -56,9 +55,9 @@ def check_conclusion(result: Result, directory: Path) -> Result:
     update = {name: getattr(drawn, name) for name in _DRAWN} | {"notes": (*result.notes, note)}
     if result.standing.status == "exploratory" and drawn.standing.status != "exploratory":
         # Drawn of a run that was as planned; what is found now takes that back.
-        taken_back = PlanStanding(result.standing.reasons).in_words()
+        taken_back = result.standing.in_words()
         update["outcome"] = f"exploratory: {drawn.outcome}"
-        update["verdict"] = drawn.verdict.replace(PlanStanding(()).in_words(), taken_back)
+        update["verdict"] = drawn.verdict.replace(Standing.of(()).in_words(), taken_back)
     return result.model_copy(update=update)
 
 
@@ -66,7 +65,7 @@ def _contradicted(result: Result, made_with: str, reason: str) -> Result:
     """Another version of mlxstacks may have computed otherwise, so nothing follows from that."""
     if made_with != version("mlxstacks"):
         return _noted(result, f"it was made by mlxstacks {made_with:.40}, this is another")
-    standing = Standing(status="exploratory", reasons=(*result.standing.reasons, reason))
+    standing = Standing.of((*result.standing.reasons, reason))
     return result.model_copy(update={"standing": standing})
 
 

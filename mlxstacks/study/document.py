@@ -375,9 +375,21 @@ class Standing(_Part):
     status: Literal["confirmatory", "exploratory", "no plan", "planned"] = "no plan"
     reasons: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, reasons: Iterable[str]) -> "Standing":
+        """Of a result with a plan. reasons: why it is only exploratory."""
+        why = tuple(reasons)
+        return cls(status="exploratory" if why else "confirmatory", reasons=why)
+
     def mark(self, title: str) -> str:
         """A title of a table or plot, with the word where it must not be missed."""
         return f"{title} (EXPLORATORY)" if self.status == "exploratory" else title
+
+    def in_words(self) -> str:
+        """One sentence for a verdict, of a result with a plan."""
+        if not self.reasons:
+            return "As planned beforehand."
+        return f"Exploratory, not what was planned: {'; '.join(self.reasons)}."
 
 
 class Document(_Part):

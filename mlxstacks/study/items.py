@@ -18,7 +18,7 @@ from typing import Any
 from mlxstacks.data.formats import answer_of, options_of
 from mlxstacks.data.settings import MIX, SourceSettings, mix
 from mlxstacks.data.sources import open_source
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, in_lines
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
 
@@ -74,9 +74,7 @@ def read_items(source: str, subjects: Sequence[str] = ()) -> list[Item]:
     if unknown and not problems:
         problems.append(f"no item of {', '.join(unknown)}; there are {', '.join(known)}")
     if problems:
-        more = len(problems) - _MOST_SHOWN
-        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise InputError(f"{source}: " + "\n  ".join(["not usable:", *lines]))
+        raise InputError(in_lines(f"{source}: not usable:", problems))
     return [item for item in items if not subjects or item.subject in subjects]
 
 

@@ -12,9 +12,9 @@ Plans of other shapes (`stack compare`, `sweep buffers`) use `keep_plan` and has
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, TypeAdapter
 
@@ -29,6 +29,7 @@ from mlxstacks.files.strict_json import (
     record_as_json,
     record_from,
 )
+from mlxstacks.study.document import Standing
 from mlxstacks.study.power import power_lines
 from mlxstacks.study.run_directory import check_same
 
@@ -165,30 +166,6 @@ class Evidence:
     seeds: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Whether a result is what was planned. reasons: why it is only exploratory."""
-
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def status(self) -> Literal["confirmatory", "exploratory"]:
-        return "exploratory" if self.reasons else "confirmatory"
-
-    def mark(self, title: str) -> str:
-        """A title of a table or plot, with the word where it must not be missed."""
-        return f"{title} (EXPLORATORY)" if self.reasons else title
-
-    def in_words(self) -> str:
-        """One sentence for a verdict."""
-        if not self.reasons:
-            return "As planned beforehand."
-        return f"Exploratory, not what was planned: {'; '.join(self.reasons)}."
-
-    def as_json(self) -> dict[str, Any]:
-        return {"status": self.status, **asdict(self)}
-
-
 def standing(plan: Plan, evidence: Evidence) -> Standing:
     """Everything in which the evidence is not of the plan; nothing is passed over."""
     reasons = []
@@ -232,7 +209,7 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
     if len({frozenset(ids) for ids in evidence.items.values()}) > 1:
         counts = ", ".join(f"{arm} {len(ids)}" for arm, ids in evidence.items.items())
         reasons.append(f"arms answered different items ({counts})")
-    return Standing(tuple(reasons))
+    return Standing.of(reasons)
 
 
 def ids_sha256(ids: Iterable[str]) -> str:

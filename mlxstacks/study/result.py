@@ -225,7 +225,6 @@ class Result(Document, metaclass=_OfPeople):
 
     def checked(self, directory: Path) -> "Result":
         """This result beside what lies in its directory now. Raises: as `check_provenance`."""
-        from mlxstacks.study.plan import Standing as PlanStanding
 
         reasons, notes = list[str](), list[str]()
         told = {}
@@ -246,7 +245,7 @@ class Result(Document, metaclass=_OfPeople):
         if reasons:
             reasons = [*standing.reasons, *reasons]
             standing = Standing(status="exploratory", reasons=tuple(dict.fromkeys(reasons)))
-            planned, now = (PlanStanding(why).in_words() for why in ((), standing.reasons))
+            planned, now = (Standing.of(why).in_words() for why in ((), standing.reasons))
             told.setdefault("verdict", self.verdict.replace(planned, now))
         return self.model_copy(
             update={

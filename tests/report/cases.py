@@ -52,7 +52,6 @@ from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.report import TrainReport
 from mlxstacks.studies.train.report import result_of as train_result
 from mlxstacks.study.document import RESULT, Standing
-from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result
 from mlxstacks.training.settings import TrainSettings
 from tests.studies import confound_cases
@@ -263,7 +262,7 @@ def identity_result() -> dict[str, Any]:
     figures = identity_cases.case(items=items)
     return Result(
         **IDENTITY, status="done", outcome=identity_outcome(figures),
-        verdict=identity_verdict(figures, settings, PlanStanding()),
+        verdict=identity_verdict(figures, settings, Standing()),
         standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
         plan=plan, plan_sha256=json_sha256(plan), data=figures, blocks=identity_blocks(figures),
     ).sealed().as_json()  # fmt: skip

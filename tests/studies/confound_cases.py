@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.confound.plan import arms_of, right_arms_of
+from mlxstacks.studies.confound.plan import arms_of, parts_of
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Criterion, Findings, find
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing
 from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
 from tests.tiny_models import random_adapter
 
@@ -91,7 +91,7 @@ def case(
     def counted(counts: dict[str, int]) -> dict[str, list[Answer]]:
         return {a: answers_of(counts.get(a, 0), n, options, step=s) for a, s in steps.items()}
 
-    control = {name: answers_of(right, right) for name in right_arms_of(POLICIES) if right}
+    control = {name: answers_of(right, right) for name in parts_of(POLICIES)["right"] if right}
     return find(
         counted(counts), control, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
         standing=standing or Standing(),

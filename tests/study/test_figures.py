@@ -281,12 +281,8 @@ def test_rounding_makes_no_pattern() -> None:
 
 
 def test_names_that_are_too_long_end_in_dots_and_others_stay() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")
-    ax = figure.subplots()
-    ax.set_yticks(range(2), [NAMES[0], "short"])
-    fit(figure)
+    rows = [Series(label="a", y=(1.0, 2.0))]
+    (ax,) = figure_of(plot_of("series", rows, categories=(NAMES[0], "short"))).axes
     first, second = (text.get_text() for text in ax.get_yticklabels())
     assert second == "short"
     assert first == f"{NAMES[0][: LONGEST_TICK - 1]}\u2026"

@@ -537,14 +537,14 @@ def open_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[Model
 
 def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
     if settings.store_path is None or names == ["base"]:
-        loaded = _load(_checkpoint(settings), settings)
+        loaded = _load(base_of(settings), settings)
         with closing(ModelArm("base", loaded, Routes("base"))) as arm:
             yield arm
         return
     store = Store.open(settings.store_path)
     served = open_served(store, settings.model, settings.base)
     set_mode(served.model, base(), served.dtype)
-    config = dict(_checkpoint(settings).config)
+    config = dict(base_of(settings).config)
     loaded = Loaded(served.model, served.tokenizer, config, settings, served.dtype, served.notes)
     router = None
     if "routed" in names:
@@ -559,8 +559,8 @@ def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[Mod
             yield arm
 
 
-def _checkpoint(settings: ArmSettings) -> Checkpoint:
-    """Of the model named, else of the store's base."""
+def base_of(settings: ArmSettings) -> Checkpoint:
+    """Of the model named, else of the store's base. Raises: InputError: it is not here."""
     if settings.model is not None:
         return open_checkpoint(resolve_model(settings.model))
     assert settings.store_path is not None
@@ -578,7 +578,7 @@ def _load(checkpoint: Checkpoint, settings: ArmSettings) -> Loaded:
 
 def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
     assert settings.adapter_path is not None
-    checkpoint = _checkpoint(settings)
+    checkpoint = base_of(settings)
     model = str(checkpoint.directory)
     fuse = FuseSettings(
         model=model, adapter_path=(settings.adapter_path,),

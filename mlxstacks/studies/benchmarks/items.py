@@ -18,7 +18,7 @@ from typing import Any
 from mlxstacks.data.arrow_sets import is_saved_set
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.data.sources import NotCachedError, OpenSource, open_source
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, in_lines
 from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
@@ -27,7 +27,7 @@ from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.benchmarks.analysis import claims_of
-from mlxstacks.studies.benchmarks.arms import choose_arms
+from mlxstacks.studies.benchmarks.arms import base_of, choose_arms
 from mlxstacks.studies.benchmarks.harness import find_tasks
 from mlxstacks.studies.benchmarks.settings import (
     NEED_LABELS,
@@ -126,9 +126,7 @@ def open_task(task: Task, data: str | None, *, reference: bool = False) -> Asked
     repeats_are_errors = data is not None and task.name not in _REPEATS_KNOWN
     named, notes = _named(rows, problems, repeats_are_errors)
     if problems:
-        more = len(problems) - _MOST_SHOWN
-        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise InputError(f"{label}: " + "\n  ".join([f"not usable as {task.title}:", *lines]))
+        raise InputError(in_lines(f"{label}: not usable as {task.title}:", problems))
     items = tuple(bench_item(task, raw, item_id, reference) for item_id, raw in named)
     if task.items is not None and len(items) != task.items:
         notes.insert(
@@ -347,9 +345,8 @@ def with_arms(
     """
     _refuse_near_misses(settings, asked)
     unlabelled = {task.name: sum(item.domain is None for item in task.items) for task in asked}
-    labelled = bool(settings.harness_domains) or any(
-        unlabelled[task.name] < len(task.items) for task in asked
-    )
+    of_harness = settings.harness_labels.keys() & {*settings.harness_tasks}
+    labelled = bool(of_harness) or any(unlabelled[t.name] < len(t.items) for t in asked)
     arms = choose_arms(settings, settings.arms, labelled)
     needing = [name for name in arms if name in NEED_LABELS]
     if asked and needing and not labelled:
@@ -537,15 +534,11 @@ def hashes_of(
 
     Raises: InputError or CheckpointError where one is not there.
     """
-    hashes: dict[str, str] = {}
-    checkpoint = None
-    if settings.model is not None:
-        checkpoint = open_checkpoint(resolve_model(settings.model))
-    elif settings.store_path is not None:
-        checkpoint = find_base(Store.open(settings.store_path), None)
-    if checkpoint is not None:
-        hashes["model"] = fingerprint(checkpoint, recorded)
-        hashes["tokenizer"] = _files_sha256(checkpoint.directory, _TOKENIZER)
+    checkpoint = base_of(settings)
+    hashes = {
+        "model": fingerprint(checkpoint, recorded),
+        "tokenizer": _files_sha256(checkpoint.directory, _TOKENIZER),
+    }
     if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
         adapter = user_path(settings.adapter_path)
         names = ("adapter_config.json", *sorted(p.name for p in adapter.glob("*.safetensors")))
@@ -561,12 +554,7 @@ def hashes_of(
 
 def is_published_model(settings: ArmSettings) -> bool:
     """Whether the model has the shape of the paper's. Raises: as `hashes_of`."""
-    name = settings.model
-    if name is None and settings.store_path is not None:
-        name = Store.open(settings.store_path).manifest.base_model
-    return name is not None and has_shape_of(
-        open_checkpoint(resolve_model(name)).config, PUBLISHED_SHAPE
-    )
+    return has_shape_of(base_of(settings).config, PUBLISHED_SHAPE)
 
 
 def _files_sha256(directory: Path, names: Sequence[str]) -> str:

@@ -18,8 +18,8 @@ from mlxstacks.studies.benchmarks.analysis import (
 from mlxstacks.studies.benchmarks.items import AskedTask
 from mlxstacks.studies.benchmarks.settings import NORMALISATIONS
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
-from mlxstacks.study.plan import Evidence, Plan, Standing, standing
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Standing, Table, Text
+from mlxstacks.study.plan import Evidence, Plan, standing
 from mlxstacks.study.power import POWER, least_effect_of_mcnemar
 
 # Arms that choose among stacks.
@@ -76,18 +76,18 @@ def find(
             "guess_rate": task.guess_rate,
             "arms": scores[name],
             "comparisons": [pair for pair in family if pair["task"] == name],
-            "standing": held.as_json(),
+            "standing": held.model_dump(),
             "published": published
             and {**asdict(published), "of": PUBLISHED_MODEL, "measured_here": False},
             "marks": marks_of(task, scores[name]),
         }
     if part_of_harness:
         reasons.append("tasks of the lm-evaluation-harness: a subset of the planned items")
-    overall = Standing(tuple(dict.fromkeys(reasons)))
+    overall = Standing.of(dict.fromkeys(reasons))
     differences = mean_differences(family, alpha)
     figures = {
         "tasks": tasks, "means": arm_means(scores), "mean_differences": differences,
-        "tests": len(family), "standing": overall.as_json(),
+        "tests": len(family), "standing": overall.model_dump(),
     }  # fmt: skip
     few = _too_few(tasks, plans, len(family))
     return figures, _verdict(tasks, family, differences, overall, few)

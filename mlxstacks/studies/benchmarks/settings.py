@@ -202,13 +202,6 @@ class EvalSettings(ArmSettings):
         return tuple(name.removeprefix(HARNESS) for name in names)
 
     @property
-    def harness_domains(self) -> Mapping[str, str]:
-        """Task of the harness -> domain, where it has one."""
-        domains = self.domain_of
-        labels = {n: domains.get(HARNESS + n, domains.get(n)) for n in self.harness_tasks}
-        return {name: domain for name, domain in labels.items() if domain is not None}
-
-    @property
     def harness_labels(self) -> Mapping[str, str]:
         """Task or group of the harness -> domain; lm_eval/NAME wins over NAME."""
         pairs = sorted(self.domain_of.items(), key=lambda pair: pair[0].startswith(HARNESS))

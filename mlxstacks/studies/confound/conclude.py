@@ -12,7 +12,6 @@ from mlxstacks.studies.confound.plan import PERSONA, Probe, arms_of, parts_of, s
 from mlxstacks.studies.confound.report import blocks
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import Criterion, Findings, find, headline, verdict
-from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.answers import Answer, read_answers
 from mlxstacks.study.integrity import file_sha256, read_sealed
@@ -73,11 +72,9 @@ def concluded(
             if saturated(search["target"], [Probe(**probe) for probe in search["probes"]])
         ],
     )  # fmt: skip
-    reached, identity = findings.standing, {}
-    if suite:
-        for name, given in answers["suite"].items():
-            check_verdicts(name, given, suite)
-        identity = suite_figures(answers["suite"])
+    for name, given in answers["suite"].items():
+        check_verdicts(name, given, suite)
+    identity = suite_figures(answers["suite"]) if suite else {}
     split = read_object((work / SPLIT).read_bytes())
     totals = {way: figures["a0"]["total"] for way, figures in fuses.items()} | {
         f"{bits} bits": read_sealed(work / FUSE / f"width_{bits}.json")[0]["total"]
@@ -87,8 +84,7 @@ def concluded(
     moves = mechanism(answers, settings.ways, settings.widths, codes, settings.normalisation)
     result = Result(
         **ABOUT, status="done", outcome=headline(findings, findings.judgements[0]),
-        verdict=verdict(findings),
-        standing=document.Standing(status=reached.status, reasons=reached.reasons),
+        verdict=verdict(findings), standing=findings.standing,
         plan=plan.as_json(), plan_sha256=plan.sha256, power=(*plan.power_lines(), _OF_ONE),
         data={
             "planned_arms": list(arms_of(settings)), "mined": split, "fuses": fuses,

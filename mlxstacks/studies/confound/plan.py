@@ -120,38 +120,25 @@ def arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
     return (PERSONA, AGAIN, SECOND, *(arm(kind, way) for way in settings.ways for kind in KINDS))
 
 
-def right_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
-    """Arms on the items that both models got right: what each of them loses."""
-    return tuple(name for name in arms_of(settings) if name not in (AGAIN, SECOND))
-
-
-def form_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
-    """Arms that are asked in a second form of the prompt too, where that is planned: all but the
-    rerun.
-    """
-    return tuple(n for n in arms_of(settings) if n != AGAIN) if settings.second_form else ()
-
-
-def suite_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
-    """Arms that reply to the identity suite, where there is one: every model, and the base."""
-    if not settings.has_suite:
-        return ()
-    return (BASE, *(name for name in arms_of(settings) if name != SECOND))
-
-
 def width_arms(bits: int) -> tuple[str, str]:
     """The plain model quantized to so many bits, and the same after a refit of zeros."""
     return f"width_{bits}", f"width_{bits}_refit"
 
 
 def parts_of(settings: ConfoundSettings) -> dict[str, tuple[str, ...]]:
-    """Set of items -> the arms that answer it. hard, easy: the items of test and right again, for
-    models at other widths.
+    """Set of items -> the arms that answer it. form: the test's items in a second form of the
+    prompt, where that is planned. right: items that both models got right: what each arm loses.
+    suite: the identity suite, where there is one. hard, easy: the items of test and right again,
+    for models at other widths.
     """
+    arms = arms_of(settings)
+    models = tuple(name for name in arms if name != SECOND)
     of_widths = tuple(name for bits in settings.widths for name in width_arms(bits))
     return {
-        "test": arms_of(settings), "form": form_arms_of(settings),
-        "right": right_arms_of(settings), "suite": suite_arms_of(settings),
+        "test": arms,
+        "form": tuple(name for name in arms if name != AGAIN) if settings.second_form else (),
+        "right": tuple(name for name in models if name != AGAIN),
+        "suite": (BASE, *models) if settings.has_suite else (),
         "hard": of_widths, "easy": of_widths,
     }  # fmt: skip
 
@@ -162,16 +149,17 @@ def protocol_of(
     """hashes: of base, tokenizer and the persona as it is given, an adapter or a model. items: the
     sample that is mined from, in order.
     """
+    parts = parts_of(settings)
     return {
         "kind": "confound",
         "hypothesis": HYPOTHESIS,
         "rules": RULES,
         "prompt": INSTRUCTION if settings.scoring == "generate" else "the question alone",
         "second_prompt": SECOND_FORM if settings.second_form else None,
-        "arms": list(arms_of(settings)),
-        "arms_in_second_form": list(form_arms_of(settings)),
-        "arms_on_right_items": list(right_arms_of(settings)),
-        "arms_on_suite": list(suite_arms_of(settings)),
+        "arms": list(parts["test"]),
+        "arms_in_second_form": list(parts["form"]),
+        "arms_on_right_items": list(parts["right"]),
+        "arms_on_suite": list(parts["suite"]),
         "settings": settings.model_dump(mode="json", exclude=NOT_OF_THE_PLAN),
         "hashes": dict(hashes),
         "items": len(items),

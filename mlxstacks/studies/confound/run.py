@@ -80,9 +80,9 @@ from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import answer_notes, fuse_notes
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
-from mlxstacks.study import document
 from mlxstacks.study.answer_log import Progress
 from mlxstacks.study.answers import Answer, AnswerFile
+from mlxstacks.study.document import Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
@@ -181,7 +181,7 @@ class _Confound(Study):
         check_targets(str(settings.model), settings.train)
         shown = settings.model_dump(mode="json", exclude=PLACES)
         head = Result(
-            **ABOUT, status="planned", standing=document.Standing(status="planned"),
+            **ABOUT, status="planned", standing=Standing(status="planned"),
             settings=shown, data={"planned_arms": list(arms_of(settings))},
         )  # fmt: skip
         if self.dry_run:

@@ -38,8 +38,7 @@ from mlxstacks.studies.confound.analysis import (
 )
 from mlxstacks.studies.confound.plan import AGAIN, KINDS, PERSONA, SECOND, arm
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.document import counted
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing, counted
 
 Outcome = Literal[
     "knowledge", "no gain", "undecided", "unmatched", "format", "perturbation", "shuffled",

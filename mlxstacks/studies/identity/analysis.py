@@ -32,7 +32,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
 from mlxstacks.study.answers import Answer, paired
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
 Figures = dict[str, Any]

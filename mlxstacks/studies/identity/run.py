@@ -73,14 +73,13 @@ from mlxstacks.studies.identity.report import blocks, outcome_of, plan_table
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import check_targets
-from mlxstacks.study import document
 from mlxstacks.study.answer_log import AnswerLog, Progress
 from mlxstacks.study.answers import Answer, AnswerFile, read_answers
-from mlxstacks.study.document import RESULT
+from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
-from mlxstacks.study.plan import PLAN, Evidence, Standing, read_plan, standing
+from mlxstacks.study.plan import PLAN, Evidence, read_plan, standing
 from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
@@ -168,7 +167,7 @@ class _Identity(Study):
         self.trained = trained(settings, self.has_adapter)
         prompts = [prompt.as_json() for prompt in self.suite]
         head = Result(
-            **ABOUT, status="planned", standing=document.Standing(status="planned"),
+            **ABOUT, status="planned", standing=Standing(status="planned"),
             settings=settings.model_dump(mode="json", exclude=PLACES),
             data={"planned_arms": list(self.suite_arms), "suite": prompts},
             blocks=(plan_table(settings, self.suite, self.suite_arms),),
@@ -422,7 +421,7 @@ class _Identity(Study):
                 batches = f"{iters}{'' if whole is None else f' of {whole:,}'} batches"
                 cut.setdefault(batches, []).append(name)
         reasons += [f"{', '.join(names)} trained for {n}" for n, names in cut.items()]
-        return Standing(tuple(reasons))
+        return Standing.of(reasons)
 
 
 def _concluded(
@@ -447,8 +446,7 @@ def _concluded(
     return Result(
         **ABOUT, status="done", outcome=outcome_of(figures),
         verdict=verdict(figures, settings, reached), data=figures, blocks=blocks(figures),
-        standing=document.Standing(status=reached.status, reasons=reached.reasons),
-        notes=flips_note(figures["compared"]),
+        standing=reached, notes=flips_note(figures["compared"]),
     )  # fmt: skip
 
 
@@ -475,5 +473,5 @@ def conclude_again(result: Result, directory: Path) -> Result:
     of_items = item_arms(settings, has_adapter)
     return _concluded(
         settings, directory, suite, replies, read("items", of_items), read("narrow", of_items),
-        has_adapter, Standing(result.standing.reasons), bool(result.data["published"]),
+        has_adapter, Standing.of(result.standing.reasons), bool(result.data["published"]),
     )  # fmt: skip

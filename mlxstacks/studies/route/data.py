@@ -37,7 +37,7 @@ from mlxstacks.data.settings import SourceSettings, Template
 from mlxstacks.data.sources import keyed_hash, read_source
 from mlxstacks.data.special_text import special_tokens
 from mlxstacks.data.text_settings import Rendering
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, in_lines
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256, read_object
@@ -52,7 +52,6 @@ from mlxstacks.study.document import RESULT, counted
 
 OTHERS = "others"
 Label = tuple[str, ...]
-_SHOWN = 8
 
 
 def routed_domains(store: Store) -> tuple[str, ...]:
@@ -274,13 +273,12 @@ def _check_conflicts(by_label: Mapping[Label, Iterable[RouterExample]]) -> None:
     lines = [
         f"{next(iter(labels.values())).prompt[:60]!r}: "
         + " and ".join(f"{_spelled(label)} ({e.source})" for label, e in labels.items())
-        for labels in conflicts[:_SHOWN]
+        for labels in conflicts
     ]
-    more = [f"and {len(conflicts) - _SHOWN} more"] if len(conflicts) > _SHOWN else []
     verb = "has" if len(conflicts) == 1 else "have"
     title = f"{counted(len(conflicts), 'prompt')} {verb} two labels:"
     raise InputError(
-        "\n  ".join([title, *lines, *more])
+        in_lines(title, lines)
         + "\na prompt can have one; keep it in one file, or in one of both domains (a+b.jsonl)"
     )
 

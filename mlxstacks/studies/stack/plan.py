@@ -28,7 +28,7 @@ from mlxstacks.evaluate import VALIDATION_ROWS
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord, stack_name
 from mlxstacks.files.store import Store, data_directories
-from mlxstacks.studies.train.setup import MOST_DEFAULT_ITERS, steps_of
+from mlxstacks.studies.train.setup import optimizer_settings
 from mlxstacks.study.document import counted
 from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
@@ -464,21 +464,10 @@ def _files(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _plan(domain: DomainSettings, rows: DomainRows, settings: StackRunSettings) -> DomainPlan:
     lengths = [len(row.tokens) for row in rows.train]
     widths = choose_widths(lengths, settings.max_seq_length)
-    each = settings.grad_accumulation_steps
-    per_epoch = -(-len(lengths) // settings.batch_size)
-    iters = domain.iters or max(each, min(per_epoch, MOST_DEFAULT_ITERS))
-    steps = -(-iters // each)
-    optimizer = OptimizerSettings(
-        steps=steps,
-        learning_rate=domain.learning_rate or settings.learning_rate,
-        warmup_steps=settings.warmup,
-        schedule=settings.lr_schedule,
-        final_share=0.0,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        clip_norm=settings.clip_norm,
-        log_every=steps_of(settings.steps_per_report, each),
-    )
-    complete = domain.model_copy(update={"iters": steps * each})
+    each, per_epoch = settings.grad_accumulation_steps, -(-len(lengths) // settings.batch_size)
+    rate = domain.learning_rate or settings.learning_rate
+    of_domain = settings.model_copy(update={"iters": domain.iters, "learning_rate": rate})
+    betas = {"beta1": settings.beta1, "beta2": settings.beta2}
+    optimizer = optimizer_settings(of_domain, per_epoch, []).model_copy(update=betas)
+    complete = domain.model_copy(update={"iters": optimizer.steps * each})
     return DomainPlan(complete, rows, widths, settings.batch_size, each, settings.seed, optimizer)

@@ -20,6 +20,7 @@ from mlxstacks.studies.stack.samples import samples_table
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.setup import guard_json
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, counted
+from mlxstacks.study.render.console import byte_parts
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment
@@ -214,16 +215,8 @@ def _run_table(data: Mapping[str, Any], settings: Mapping[str, Any], *, planned:
         trained, optimizer = (bytes_in_words(data[f"{n}_bytes"]) for n in ("trained", "optimizer"))
         facts["training"] = f"stack {trained}, optimizer {optimizer}"
     if planned and data["guard"]:
-        parts: Mapping[str, int | None] = data["guard"]["parts_bytes"]
-        known = [nbytes for nbytes in parts.values() if nbytes is not None]
-        # no sum where one of them is unknown
-        total = f" = {bytes_in_words(sum(known))}" if len(known) == len(parts) else ""
-        words = [
-            f"{name} {'unknown' if nbytes is None else bytes_in_words(nbytes)}"
-            for name, nbytes in parts.items()
-            if nbytes != 0
-        ]
-        facts |= {"memory": " + ".join(words) + total, "guard": data["guard"]["verdict"]}
+        guard = data["guard"]
+        facts |= {"memory": byte_parts(guard["parts_bytes"]), "guard": guard["verdict"]}
     return Table.of_facts("run", "Run", facts)
 
 

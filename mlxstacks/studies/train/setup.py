@@ -468,7 +468,7 @@ def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
 
 
 def optimizer_settings(
-    settings: TrainingSettings, batches_per_epoch: int, notes: list[str]
+    settings: TrainingSettings | StackRunSettings, batches_per_epoch: int, notes: list[str]
 ) -> OptimizerSettings:
     """The optimizer's settings: batches become steps of `grad_accumulation_steps` batches."""
     each = settings.grad_accumulation_steps

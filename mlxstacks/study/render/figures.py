@@ -606,18 +606,11 @@ _DRAW = {
 
 
 def fit(figure: Any) -> None:
-    """Cut, wrap and turn labels and make room until none lies over another or leaves the figure.
+    """Wrap and turn labels and make room until none lies over another or leaves the figure.
 
-    Long names end in three dots, titles and labels of axes are wrapped to what they belong to,
-    names below a plot are turned, and the figure grows where that is not enough.
+    Titles and labels of axes are wrapped to what they belong to, names below a plot are turned, and
+    the figure grows where that is not enough.
     """
-    for axis in [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)]:
-        names = [text.get_text() for text in axis.get_ticklabels()]
-        if any(len(name) > LONGEST_TICK for name in names):  # numbers are never long
-            axis.set_ticklabels([_cut(name) for name in names])
-    legends = [*figure.legends, *(ax.get_legend() for ax in figure.axes)]
-    for text in [text for legend in legends if legend for text in legend.get_texts()]:
-        text.set_text(_cut(text.get_text()))
     for _ in range(_MOST_PASSES):
         figure.draw_without_rendering()
         wide, high = _wanted_inches(figure)
@@ -628,10 +621,6 @@ def fit(figure: Any) -> None:
             figure.set_size_inches(wide, high)
         elif not any(changed):
             break
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST_TICK else f"{name[: LONGEST_TICK - 1]}\u2026"
 
 
 def tick_texts(axis: Any) -> list[Any]:

@@ -197,6 +197,7 @@ def test_all_that_arms_are_made_from_is_hashed(tmp_path: Path) -> None:
     of_the_store = ArmSettings(store_path=str(store))
     found = items.hashes_of(of_the_store, ("base",))
     assert set(found) == {"model", "tokenizer"}
+    assert not items.is_published_model(of_the_store)
     settings = ArmSettings(
         model=str(model), store_path=str(store), adapter_path=str(adapter), router_path=str(router)
     )

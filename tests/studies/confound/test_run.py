@@ -27,7 +27,7 @@ from mlxstacks.studies.confound.fuses import (
     random_adapter,
 )
 from mlxstacks.studies.confound.lengths import length_notes, row_lengths
-from mlxstacks.studies.confound.plan import arms_of, suite_arms_of
+from mlxstacks.studies.confound.plan import arms_of, parts_of
 from mlxstacks.studies.confound.run import run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
@@ -315,7 +315,7 @@ def assert_every_arm_was_asked_in_both_forms(report: Result, places: Places) -> 
 
 def assert_every_arm_replied_to_the_suite(report: Result, settings: ConfoundSettings) -> None:
     """Each model of the table: one of the two prompts requires a name a tiny model never says."""
-    arms = suite_arms_of(settings)
+    arms = parts_of(settings)["suite"]
     assert {"base", "persona", "persona_again", "a0_promote", "moved_unfused"} <= {*arms}
     assert [*report.data["identity"]] == [*arms]
     for figures in report.data["identity"].values():
@@ -323,7 +323,7 @@ def assert_every_arm_replied_to_the_suite(report: Result, settings: ConfoundSett
     assert len(report.table("identity")) == len(arms)
     again = conclude_again(report, Path(str(report.directory)))
     assert (again.data, again.blocks) == (report.data, report.blocks)
-    assert suite_arms_of(settings.model_copy(update={"suite": None})) == ()
+    assert parts_of(settings.model_copy(update={"suite": None}))["suite"] == ()
 
 
 def test_generated_answers_keep_text_and_rule(places: Places) -> None:

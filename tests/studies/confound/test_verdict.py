@@ -24,7 +24,7 @@ from mlxstacks.studies.confound.analysis import (
     null_of_pairs,
     second_choices,
 )
-from mlxstacks.studies.confound.plan import arms_of, right_arms_of
+from mlxstacks.studies.confound.plan import arms_of, parts_of
 from mlxstacks.studies.confound.verdict import (
     Criterion,
     Findings,
@@ -35,7 +35,7 @@ from mlxstacks.studies.confound.verdict import (
     verdict,
 )
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing
 from mlxstacks.study.power import least_passing_count, passes
 from tests.studies.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case
 
@@ -170,7 +170,7 @@ GAIN: dict[str, Any] = {
 }
 
 
-SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
+SUBSET = Standing.of(("a1_refit: a subset, 200 of 692 items",))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def judged(arms: dict[str, list[Answer]], saturated: Sequence[str] = ()) -> Find
         name: answers_of(0, n, step=2 if name.startswith("moved") else 1)
         for name in arms_of(POLICIES)
     } | arms
-    right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
+    right = {name: answers_of(9, 9) for name in parts_of(POLICIES)["right"]}
     return find(
         every, right, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
         standing=Standing(), saturated=saturated,
@@ -419,7 +419,7 @@ def test_a_preferred_position_is_no_content() -> None:
 
     every = {name: saying(None) for name in arms_of(POLICIES)} | {"a1_refit": saying(0)}
     every["moved_refit"] = saying(4)
-    right = {name: answers_of(9, 9) for name in right_arms_of(POLICIES)}
+    right = {name: answers_of(9, 9) for name in parts_of(POLICIES)["right"]}
     found = find(
         every, right, saying(None), ways=POLICIES.ways, criterion=CRITERION, standing=Standing(),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.answers import Answer
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Standing
 from tests.studies.confound_cases import item_row
 from tests.studies.train_cases import write_data, write_rows, write_tiny_model
 from tests.tiny_models import random_adapter

@@ -33,8 +33,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.report import blocks
 from mlxstacks.studies.identity.settings import IdentitySettings
-from mlxstacks.study.document import Plot, Table
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Plot, Standing, Table
 from mlxstacks.study.render.figures import names_of_ticks
 from mlxstacks.study.result import Result
 from tests.studies.identity.cases import (
@@ -201,7 +200,7 @@ def test_without_a_control_nothing_is_claimed(missing: str) -> None:
 
 
 def test_results_of_another_plan_claim_nothing() -> None:
-    standing = Standing(("results of another plan (aaa, not bbb)",))
+    standing = Standing.of(("results of another plan (aaa, not bbb)",))
     found = case(standing=standing)
     assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
     assert verdict(found, SETTINGS, standing) == (
