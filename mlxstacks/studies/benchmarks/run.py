@@ -207,10 +207,12 @@ class _Evaluation(Study):
                 if find_spec("lm_eval"):
                     raise
                 notes.append(f"Not read: {error}")
+        names = ", ".join(problem.partition(":")[0] for problem in problems)
         tasks = {task.name: task.as_json() for task in asked}
         tests = sum(len(claims_of(task.arms)) for task in asked)
         return Result(
             **ABOUT, status="planned", settings=shown, data={"planned_tasks": tasks},
+            verdict=f"Not read, and the run needs it: {names}." if names else "",
             power=power_lines(settings, {task.name: len(task.items) for task in asked}, tests),
             blocks=plan_blocks(shown, tasks), notes=tuple(notes),
         )  # fmt: skip

@@ -426,6 +426,7 @@ def test_a_dry_run_reads_data_and_nothing_else(data: Path, tmp_path: Path) -> No
     assert [block.title for block in report.blocks] == ["What would be asked", "Tasks"]
     assert "30 items (items)" in report.power[0]
     assert any("mmlu" in note and "Not read" in note for note in report.notes)
+    assert report.verdict.startswith("Not read, and the run needs it: ")
     for name, message in (("mmlu", "mmlu"), ("lm_eval/arc_easy_locl", "mean 'arc_easy_local'")):
         with pytest.raises(InputError, match=message):
             run(settings_for(data, tmp_path / "out", tasks=(name,)), dry_run=True)
