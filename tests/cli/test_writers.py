@@ -200,7 +200,7 @@ def test_of_two_writers_one_is_refused(name: str, tmp_path: Path) -> None:
         time.sleep(0.05)
     assert first.is_alive()
     try:
-        second = run(words, timeout=400)
+        second = run(words, timeout=1500)
     finally:
         os.kill(first.pid or 0, signal.SIGCONT)
     refused = second.returncode == 2
