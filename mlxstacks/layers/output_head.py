@@ -170,7 +170,9 @@ def _recorded_call(model: nn.Module, tokens: mx.array) -> tuple[list[_Call], Any
         name = "as_linear" if tied else "__call__"
         return type(own.__name__, (own,), {name: noting(own, name, tied)})
 
-    with working_as((module, recorded(type(module))) for _, module in found.values()):
+    modules = [module for _, module in found.values()]
+    classes = {own: recorded(own) for own in {*map(type, modules)}}
+    with working_as((module, classes[type(module)]) for module in modules):
         return calls, model(tokens)
 
 

@@ -133,7 +133,9 @@ def plain_names(columns: Iterable[Column]) -> list[str]:
         name = _AROUND_A_NAME.sub("", column.name).replace("'", "")
         for sign, word in _IN_WORDS.items():
             name = name.replace(sign, word)
-        name = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name).lower()).strip("_")
+        letters = unicodedata.normalize("NFKC", name).lower()
+        name = "".join(letter if f"a{letter}".isidentifier() else "_" for letter in letters)
+        name = re.sub("_+", "_", name).strip("_")
         name = name or ("interval" if column.name else "mark")
         if column.kind == "points":
             name = re.sub("(?<![^_])points(?![^_])", "difference", name)

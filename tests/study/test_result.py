@@ -402,8 +402,10 @@ def test_no_bound_of_an_interval_takes_the_place_of_a_column() -> None:
 
 
 def test_plain_names_in_any_language() -> None:
-    columns = [Column(name=name, kind="number") for name in ("λ", "σ²", "Größe", "损失", "50 %")]
-    assert plain_names(columns) == ["λ", "σ2", "größe", "损失", "column_50_percent"]
+    columns = [
+        Column(name=name, kind="number") for name in ("λ", "σ²", "Größe", "损失", "50 %", "a௰b")
+    ]
+    assert plain_names(columns) == ["λ", "σ2", "größe", "损失", "column_50_percent", "a_b"]
     points = [Column(name=name, kind="points") for name in ("points", "95%", "gain, points (95%)")]
     assert plain_names(points) == ["difference", "interval", "gain"]
 
